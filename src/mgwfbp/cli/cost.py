@@ -1,0 +1,47 @@
+"""``mgwfbp cost``: make a cost from a measured sweep or from a network's link."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgwfbp.cli.options import Output
+from mgwfbp.cli.output import talk, write_record
+from mgwfbp.fit import FitKind, fit
+from mgwfbp.measure.sweeps import SWEEP_READERS
+from mgwfbp.network import PRESETS, load_network
+
+__all__ = ["cost"]
+
+
+def cost(
+    workers: Annotated[int, typer.Option(min=1, help="How many workers took, or will take, part.")],
+    osu: Annotated[str | None, typer.Option(metavar="FILE", help="Output of osu_allreduce.")] = None,
+    nccl_tests: Annotated[str | None, typer.Option(metavar="FILE", help="Output of all_reduce_perf.")] = None,
+    points: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `bytes seconds`.")] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help=f"network.json, or one of {', '.join(PRESETS)}.")
+    ] = None,
+    kind: Annotated[
+        FitKind, typer.Option(help="A straight line, a curve, or the line if it fits within 10 %.")
+    ] = "auto",
+    output: Output = None,
+) -> None:
+    """Make a cost: fitted to a measured sweep, or from the link of a network."""
+    sweeps = {"osu": osu, "nccl-tests": nccl_tests, "points": points}
+    given = {name: path for name, path in {**sweeps, "network": network}.items() if path is not None}
+    if len(given) != 1:
+        raise typer.BadParameter("give exactly one", param_hint=["--osu", "--nccl-tests", "--points", "--network"])
+    ((name, path),) = given.items()
+    if name == "network":
+        if kind == "piecewise":
+            raise typer.BadParameter("--network gives a straight line; a curve needs a sweep", param_hint="--kind")
+        write_record(load_network(path).cost(workers), output)
+        return
+    samples = SWEEP_READERS[name](path)
+    source = {"sweep": name, "file": Path(path).name}
+    found = fit(samples, workers, kind=kind, source=source)
+    write_record(found.cost, output)
+    talk(
+        f"{found.cost!r}: mean error {found.mean_error:.1%}, worst {found.worst_error:.1%} over {found.num_sizes} sizes"
+    )

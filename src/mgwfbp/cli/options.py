@@ -1,0 +1,55 @@
+"""Options that several commands share."""
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from mgwfbp.planners import PLANNERS, Planner, plan_bucket
+from mgwfbp.planners.fixed import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
+
+__all__ = ["BucketMb", "CostFile", "FirstBucketMb", "Output", "PlannerName", "TraceFile", "planners"]
+
+_MIB = 2**20
+
+
+def _known_planner(name: str) -> str:
+    if name not in PLANNERS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(PLANNERS)}")
+    return name
+
+
+TraceFile = Annotated[str, typer.Option("--trace", metavar="FILE", help="trace.json: when each gradient is ready.")]
+CostFile = Annotated[str, typer.Option("--cost", metavar="FILE", help="cost.json: what an all-reduce costs.")]
+Output = Annotated[
+    str | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Where to write the result; stdout if not given."),
+]
+BucketMb = Annotated[
+    float,
+    typer.Option("--bucket-mb", metavar="MIB", help="Size of the buckets of planner `bucket`."),
+]
+FirstBucketMb = Annotated[
+    float,
+    typer.Option("--first-bucket-mb", metavar="MIB", help="Size of the first of these buckets."),
+]
+PlannerName = Annotated[
+    str,
+    typer.Option("--planner", metavar="|".join(PLANNERS), callback=_known_planner, help="Who makes the plan."),
+]
+DEFAULT_BUCKET_MB = DEFAULT_BUCKET_BYTES / _MIB
+DEFAULT_FIRST_BUCKET_MB = DEFAULT_FIRST_BUCKET_BYTES / _MIB
+
+
+def planners(bucket_mb: float, first_bucket_mb: float) -> dict[str, Planner]:
+    """Return all planners by name, with the bucket sizes that were asked for (in MiB, as DDP's ``bucket_cap_mb``)."""
+    bucket_bytes = _cap_bytes("--bucket-mb", bucket_mb)
+    first_bucket_bytes = _cap_bytes("--first-bucket-mb", first_bucket_mb)
+    bucket = partial(plan_bucket, first_bucket_bytes=first_bucket_bytes, bucket_bytes=bucket_bytes)
+    return {**PLANNERS, "bucket": bucket}
+
+
+def _cap_bytes(option: str, size_mb: float) -> int:
+    if not 1 <= size_mb * _MIB <= 2**53:
+        raise typer.BadParameter(f"{size_mb:g} MiB, expected 1 byte or more", param_hint=option)
+    return int(size_mb * _MIB)

@@ -1,0 +1,46 @@
+"""Results to stdout or a file, talk to stderr; tables for a terminal, plain text for a pipe."""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mgwfbp.record import Record
+
+__all__ = ["print_table", "talk", "write_record"]
+
+
+def talk(message: str) -> None:
+    """Say something that is not the result."""
+    typer.echo(message, err=True)
+
+
+def write_record(record: Record, path: str | None) -> None:
+    """Write a record to a file, whole or not at all, or to stdout."""
+    if path is None:
+        typer.echo(record.dumps(), nl=False)
+        return
+    record.save(path)
+    talk(f"wrote {path}")
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under titles, the first column to the left, the others to the right."""
+    if sys.stdout.isatty():
+        table = Table()
+        for index, title in enumerate(titles):
+            table.add_column(title, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))  # Text: a name like [red] is no markup
+        Console().print(table)
+        return
+    widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        cells = [
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        typer.echo("  ".join(cells).rstrip())

@@ -1,0 +1,58 @@
+"""The exceptions of this package.
+
+::
+
+    MgwfbpError
+    ├── FileError     (OSError)     a file cannot be read or written
+    ├── FormatError   (ValueError)  a file is not what it should be: JSON, format, missing field
+    ├── TraceError    (ValueError)  impossible layer or model
+    ├── CostError     (ValueError)  impossible all-reduce cost, or samples no cost can be fitted to
+    ├── NetworkError  (ValueError)  impossible or unknown network
+    ├── PlanError     (ValueError)  impossible plan, unknown planner, or a plan for another model
+    └── TimelineError (ValueError)  impossible timeline
+
+Each message is one line that says what was expected, what was found, and what to do.
+"""
+
+__all__ = [
+    "CostError",
+    "FileError",
+    "FormatError",
+    "MgwfbpError",
+    "NetworkError",
+    "PlanError",
+    "TimelineError",
+    "TraceError",
+]
+
+
+class MgwfbpError(Exception):
+    """Everything this package raises on purpose."""
+
+
+class FileError(MgwfbpError, OSError):
+    """A file cannot be read or written."""
+
+
+class FormatError(MgwfbpError, ValueError):
+    """A file is not what it should be."""
+
+
+class TraceError(MgwfbpError, ValueError):
+    """A layer or a model that cannot be."""
+
+
+class CostError(MgwfbpError, ValueError):
+    """An all-reduce cost that cannot be, or samples to which none can be fitted."""
+
+
+class NetworkError(MgwfbpError, ValueError):
+    """A network that cannot be, or whose name is unknown."""
+
+
+class PlanError(MgwfbpError, ValueError):
+    """A plan that cannot be, an unknown planner, or a plan for another model."""
+
+
+class TimelineError(MgwfbpError, ValueError):
+    """A timeline that cannot be."""

@@ -1,0 +1,1 @@
+"""Measurements in, traces and costs out."""

@@ -1,0 +1,120 @@
+"""Which gradients travel together: `MergePlan`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar, Self
+
+from mgwfbp.errors import PlanError
+from mgwfbp.record import Fields, Record, check_free_form, check_text
+from mgwfbp.trace import ModelTrace, first_repeated
+from mgwfbp.units import quote
+
+__all__ = ["MergePlan"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MergePlan(Record):
+    """A partition of a model's gradients into messages, in the order in which the messages are sent.
+
+    >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")))
+    MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2)
+    """
+
+    FORMAT: ClassVar[str] = "mgwfbp.plan/1"
+
+    model: str
+    planner: str
+    groups: tuple[tuple[str, ...], ...]  # names of the gradients of each message
+    predicted: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what the planner expects; free-form
+
+    def __post_init__(self) -> None:
+        check_text(self.model, "model", PlanError)
+        check_text(self.planner, "planner", PlanError)
+        groups = tuple(_check_group(index, group) for index, group in enumerate(self.groups))
+        if not groups:
+            raise PlanError("groups: empty, expected at least one message")
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "predicted", check_free_form(self.predicted, "predicted", PlanError))
+        repeated = first_repeated(self.layer_names)
+        if repeated is not None:
+            raise PlanError(f"groups: {quote(repeated)} stands twice, expected every gradient once")
+
+    def __repr__(self) -> str:
+        sizes = [str(size) for size in self.group_sizes]
+        shown = "+".join(sizes if len(sizes) <= 12 else [*sizes[:11], "…"])
+        return (
+            f"MergePlan({quote(self.model)} by {quote(self.planner)}: {len(self.layer_names)} gradients in "
+            f"{self.num_groups} messages, {shown})"
+        )
+
+    @classmethod
+    def of_sizes(cls, trace: ModelTrace, sizes: Iterable[int], *, planner: str = "by hand") -> Self:
+        """Cut the ready order into groups of these sizes.
+
+        >>> from mgwfbp.trace import LayerTrace
+        >>> trace = ModelTrace("toy", 0.0, tuple(LayerTrace(name, 1.0, 4) for name in "cba"))
+        >>> MergePlan.of_sizes(trace, [1, 2]).groups
+        (('c',), ('b', 'a'))
+        """
+        names = [layer.name for layer in trace.layers]
+        groups, taken = [], 0
+        for size in sizes:
+            groups.append(tuple(names[taken : taken + size]))
+            taken += size
+        if taken != len(names):
+            raise PlanError(f"sizes add up to {taken}, the model {quote(trace.model)} has {len(names)} gradients")
+        return cls(trace.model, planner, tuple(groups))
+
+    @property
+    def num_groups(self) -> int:
+        """How many messages a step sends."""
+        return len(self.groups)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """How many gradients each message carries."""
+        return tuple(len(group) for group in self.groups)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """All gradients, in the order in which they are sent."""
+        return tuple(chain.from_iterable(self.groups))
+
+    def check_covers(self, names: Sequence[str], *, what: str = "the trace") -> None:
+        """Raise unless the plan holds exactly these gradients, in whatever order."""
+        mine, theirs = set(self.layer_names), set(names)
+        if mine == theirs:
+            return
+        differences = []
+        for label, some in (("missing", theirs - mine), ("unknown", mine - theirs)):
+            if some:
+                shown = ", ".join(quote(name) for name in sorted(some)[:3])
+                differences.append(f"{label}: {shown}{', …' if len(some) > 3 else ''}")
+        raise PlanError(
+            f"the plan for {quote(self.model)} covers {len(mine)} gradients, {what} has {len(theirs)} "
+            f"({'; '.join(differences)}); it was made for another model: make a new one with `mgwfbp plan`"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``plan.json``."""
+        return {
+            "format": self.FORMAT,
+            "model": self.model,
+            "planner": self.planner,
+            "groups": [list(group) for group in self.groups],
+            "predicted": dict(self.predicted),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Make a plan from the content of ``plan.json``."""
+        fields = Fields(data)
+        fields.check_format(cls.FORMAT)
+        return cls(fields["model"], fields["planner"], tuple(fields.items("groups")), fields.get("predicted", {}))
+
+
+def _check_group(index: int, group: object) -> tuple[str, ...]:
+    if not isinstance(group, (list, tuple)) or not group:
+        raise PlanError(f"groups[{index}] is {quote(group)}, expected a non-empty list of gradient names")
+    return tuple(check_text(name, f"groups[{index}][{place}]", PlanError) for place, name in enumerate(group))

@@ -1,0 +1,264 @@
+"""One training step laid out in time: `Span`, `Timeline`, and the recurrence that everything else shares."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from mgwfbp.cost import Cost, cheapest_s
+from mgwfbp.errors import FormatError, TimelineError
+from mgwfbp.network import Network
+from mgwfbp.plan import MergePlan
+from mgwfbp.record import Fields, Record, check_count, check_real, check_text
+from mgwfbp.trace import ModelTrace
+from mgwfbp.units import format_seconds, quote
+
+__all__ = ["Span", "Timeline", "lower_bound_s", "predict", "predict_naive", "predict_parameter_server"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that occupies the processor or the link for a while; times from the start of the step."""
+
+    layers: tuple[str, ...]  # gradients computed or sent; empty for the forward pass
+    num_bytes: int  # bytes of these gradients
+    ready_s: float  # when it could have started, had the processor or the link been free
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(check_text(name, "layers", TimelineError) for name in self.layers))
+        object.__setattr__(self, "num_bytes", check_count(self.num_bytes, "num_bytes", TimelineError))
+        for name in ("ready_s", "start_s", "end_s"):
+            object.__setattr__(self, name, check_real(getattr(self, name), name, TimelineError))
+        if not self.ready_s <= self.start_s <= self.end_s:
+            raise TimelineError(
+                f"span of {quote(self.layers)}: ready {self.ready_s}, start {self.start_s}, end {self.end_s}, "
+                "expected them in this order"
+            )
+
+    @property
+    def duration_s(self) -> float:
+        """How long it takes."""
+        return self.end_s - self.start_s
+
+    @property
+    def wait_s(self) -> float:
+        """How long it waits for the processor or the link."""
+        return self.start_s - self.ready_s
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline(Record):
+    r"""One training step: the forward pass, every gradient, every message.
+
+    With :math:`t_c^{no}` for the communication that no computation hides (`exposed_s`), r is
+    :math:`t_c^{no} / (t_f + t_b)`, the speedup :math:`S(N) = N / (1 + r)`, Eqs. (4) and (5), and the efficiency S(N)/N.
+    """
+
+    FORMAT: ClassVar[str] = "mgwfbp.timeline/1"
+
+    model: str
+    planner: str  # who made the plan, or "naive", "ps"
+    workers: int  # N
+    forward: Span
+    backward: tuple[Span, ...]  # one per gradient, in ready order
+    messages: tuple[Span, ...]  # in the order in which they are sent
+
+    def __post_init__(self) -> None:
+        check_text(self.model, "model", TimelineError)
+        check_text(self.planner, "planner", TimelineError)
+        object.__setattr__(self, "workers", check_count(self.workers, "workers", TimelineError, minimum=1))
+        for name in ("backward", "messages"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise TimelineError(f"{name}: empty, expected at least one span")
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({quote(self.model)} by {quote(self.planner)}, {self.workers} workers: "
+            f"{format_seconds(self.iteration_s)} in {len(self.messages)} messages, "
+            f"{format_seconds(self.exposed_s)} exposed)"
+        )
+
+    @property
+    def compute_s(self) -> float:
+        """When the backward pass ends: t_f + t_b."""
+        return self.backward[-1].end_s
+
+    @property
+    def communication_s(self) -> float:
+        """How long the link is busy: t_c."""
+        return sum(message.duration_s for message in self.messages)
+
+    @property
+    def iteration_s(self) -> float:
+        """The whole step, t_iter, Eq. (8): the later of the end of the backward pass and of the last message."""
+        return max(self.compute_s, max(message.end_s for message in self.messages))
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that no computation hides, t_c^no."""
+        return self.iteration_s - self.compute_s
+
+    @property
+    def ratio(self) -> float:
+        """The paper's r: exposed communication for each second of computation."""
+        if self.compute_s:
+            return self.exposed_s / self.compute_s
+        return float("inf") if self.exposed_s else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Samples per second of N workers over those of one, weak scaling, Eq. (5)."""
+        return self.workers / (1 + self.ratio)
+
+    @property
+    def efficiency(self) -> float:
+        """Speedup per worker, 1 at best."""
+        return 1 / (1 + self.ratio)
+
+    @property
+    def case(self) -> int:
+        """Which of the paper's cases it is (Section III-A).
+
+        1: no message waits for the one before it. 2: some do, but the last starts as soon as it is ready, so that
+        only its own time is exposed, Eq. (11). 3: the last one waits; communication is the bottleneck.
+        """
+        if self.messages[-1].wait_s > 0:
+            return 3
+        return 2 if any(message.wait_s > 0 for message in self.messages) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``timeline.json``."""
+        return {
+            "format": self.FORMAT,
+            "model": self.model,
+            "planner": self.planner,
+            "workers": self.workers,
+            "forward": _span_json(self.forward),
+            "backward": [_span_json(span) for span in self.backward],
+            "messages": [_span_json(span) for span in self.messages],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Make a timeline from the content of ``timeline.json``."""
+        fields = Fields(data)
+        fields.check_format(cls.FORMAT)
+        return cls(
+            fields["model"],
+            fields["planner"],
+            fields["workers"],
+            _span(fields.child("forward")),
+            tuple(_span(entry) for entry in fields.objects("backward")),
+            tuple(_span(entry) for entry in fields.objects("messages")),
+        )
+
+
+def _span_json(span: Span) -> dict[str, Any]:
+    return {
+        "layers": list(span.layers),
+        "num_bytes": span.num_bytes,
+        "ready_s": span.ready_s,
+        "start_s": span.start_s,
+        "end_s": span.end_s,
+    }
+
+
+def _span(fields: Fields) -> Span:
+    values = [fields[name] for name in ("num_bytes", "ready_s", "start_s", "end_s")]
+    try:
+        return Span(tuple(fields.items("layers")), *values)
+    except TimelineError as error:
+        raise FormatError(f"{fields.where}: {error}") from None
+
+
+def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
+    r"""Lay one training step out in time.
+
+    A message starts once its last gradient is ready, ``ready_s``, and the link is free, Eq. (7):
+
+    .. math:: \tau_c^{(g)} = \max\{\tau_c^{(g-1)} + t_c^{(g-1)},\; r^{(g)}\}
+
+    where g counts messages in the order in which they are sent, :math:`r^{(g)}` is the end of the backward step of the
+    last gradient in message g, and :math:`t_c^{(g)} = T_{ar}` of its bytes. The paper writes it for one gradient a
+    message; Conditions (14) to (16) carry it over to merged ones.
+
+    Ignored: jitter, contention between communication and computation, the copy into the message's buffer, the update.
+
+    >>> from mgwfbp.cost import LinearCost
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
+    >>> cost = LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1)
+    >>> timeline = predict(trace, cost, MergePlan.of_sizes(trace, [1, 2]))
+    >>> [(message.ready_s, message.start_s, message.end_s) for message in timeline.messages]
+    [(5.0, 5.0, 8.0), (9.0, 9.0, 13.0)]
+    >>> timeline.iteration_s, timeline.exposed_s, timeline.case
+    (13.0, 4.0, 1)
+    """
+    plan.check_covers([layer.name for layer in trace.layers])
+    ready_s = {layer.name: ready for layer, ready in zip(trace.layers, trace.ready_s, strict=True)}
+    grad_bytes = {layer.name: layer.grad_bytes for layer in trace.layers}
+    messages, link_free_s = [], 0.0
+    for group in plan.groups:
+        group_ready_s = max(ready_s[name] for name in group)
+        group_bytes = sum(grad_bytes[name] for name in group)
+        start_s = max(link_free_s, group_ready_s)
+        link_free_s = start_s + cost(group_bytes)
+        messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s))
+    return _timeline(trace, cost.workers, plan.planner, messages)
+
+
+def predict_naive(trace: ModelTrace, cost: Cost) -> Timeline:
+    r"""Lay out naive S-SGD: one message per gradient, all after the backward pass, Eq. (3).
+
+    .. math:: t_{iter} = t_f + t_b + \sum_l t_c^{(l)}
+    """
+    messages, link_free_s = [], trace.compute_s
+    for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True):
+        start_s, link_free_s = link_free_s, link_free_s + cost(layer.grad_bytes)
+        messages.append(Span((layer.name,), layer.grad_bytes, ready_s, start_s, link_free_s))
+    return _timeline(trace, cost.workers, "naive", messages)
+
+
+def predict_parameter_server(trace: ModelTrace, network: Network, workers: int, *, servers: int = 1) -> Timeline:
+    """Lay out S-SGD through parameter servers: every gradient is pushed and pulled once it is ready.
+
+    The recurrence is that of `predict`, one gradient a message, with `Network.parameter_server_cost`.
+    """
+    plan = MergePlan.of_sizes(trace, [1] * len(trace.layers), planner="ps")
+    return predict(trace, network.parameter_server_cost(workers, servers=servers), plan)
+
+
+def _timeline(trace: ModelTrace, workers: int, planner: str, messages: Iterable[Span]) -> Timeline:
+    backward, start_s = [], trace.forward_s
+    for layer, end_s in zip(trace.layers, trace.ready_s, strict=True):
+        backward.append(Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s))
+        start_s = end_s
+    forward = Span((), 0, 0.0, 0.0, trace.forward_s)
+    return Timeline(trace.model, planner, workers, forward, tuple(backward), tuple(messages))
+
+
+def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
+    r"""Return a time that no plan's step can undercut.
+
+    The message that holds gradient j starts no earlier than :math:`r_j`, and it and those after it carry at least the
+    gradients from j on, so for every j
+
+    .. math:: t_{iter} \ge r_j + T^*\Big(\sum_{i \ge j} m_i\Big)
+
+    with :math:`T^*` the cheapest way to send so many bytes, `cheapest_s`; and the last gradient's message takes
+    at least :math:`T(m_L)` after :math:`r_L`.
+
+    >>> from mgwfbp.cost import LinearCost
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
+    >>> lower_bound_s(trace, LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1))
+    12.0
+    """
+    bound_s = trace.compute_s + cost(trace.layers[-1].grad_bytes)
+    remaining_bytes = 0
+    for layer, ready_s in zip(reversed(trace.layers), reversed(trace.ready_s), strict=True):
+        remaining_bytes += layer.grad_bytes
+        bound_s = max(bound_s, ready_s + cheapest_s(cost, remaining_bytes))
+    return bound_s

@@ -1,0 +1,123 @@
+"""When each gradient is ready and how many bytes it has: `LayerTrace`, `ModelTrace`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, ClassVar, Self
+
+from mgwfbp.errors import FormatError, TraceError
+from mgwfbp.record import Fields, Record, check_count, check_free_form, check_real, check_text
+from mgwfbp.units import format_bytes, format_seconds, quote
+
+__all__ = ["LayerTrace", "ModelTrace"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """One gradient's share of the backward pass."""
+
+    name: str  # parameter name, e.g. "layer1.0.conv1.weight"
+    backward_s: float  # t_b^(l): from the previous gradient being ready to this one
+    grad_bytes: int  # bytes this gradient puts on the wire
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "a layer's name", TraceError)
+        what = f"layer {quote(self.name)}"
+        object.__setattr__(self, "backward_s", check_real(self.backward_s, f"{what}: backward_s", TraceError))
+        object.__setattr__(self, "grad_bytes", check_count(self.grad_bytes, f"{what}: grad_bytes", TraceError))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ModelTrace(Record):
+    """One training step of one worker, without communication, gradients in ready order.
+
+    Index 0 is the gradient that is ready first: the paper's layer L.
+
+    >>> trace = ModelTrace("toy", 3.0, (LayerTrace("b", 2.0, 8), LayerTrace("a", 1.0, 4)))
+    >>> trace.ready_s, trace.compute_s, trace.grad_bytes
+    ((5.0, 6.0), 6.0, 12)
+    >>> trace
+    ModelTrace('toy': 2 gradients, 12 B, forward 3 s, backward 3 s)
+    """
+
+    FORMAT: ClassVar[str] = "mgwfbp.trace/1"
+
+    model: str
+    forward_s: float  # t_f
+    layers: tuple[LayerTrace, ...]
+    source: Mapping[str, Any] = field(default_factory=dict, hash=False)  # where it comes from; free-form
+
+    def __post_init__(self) -> None:
+        check_text(self.model, "model", TraceError)
+        object.__setattr__(self, "forward_s", check_real(self.forward_s, "forward_s", TraceError))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "source", check_free_form(self.source, "source", TraceError))
+        if not self.layers:
+            raise TraceError(f"model {quote(self.model)} has no layers, expected at least one gradient")
+        repeated = first_repeated(layer.name for layer in self.layers)
+        if repeated is not None:
+            raise TraceError(f"layer {quote(repeated)} stands twice, expected every name once")
+
+    def __repr__(self) -> str:
+        return (
+            f"ModelTrace({quote(self.model)}: {len(self.layers)} gradients, {format_bytes(self.grad_bytes)}, "
+            f"forward {format_seconds(self.forward_s)}, backward {format_seconds(self.backward_s)})"
+        )
+
+    @property
+    def ready_s(self) -> tuple[float, ...]:
+        r"""When each gradient is ready, from the start of the step: :math:`\tau_b^{(l)} + t_b^{(l)}`, Eq. (6)."""
+        times = accumulate((layer.backward_s for layer in self.layers), initial=self.forward_s)
+        return tuple(times)[1:]
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward, t_f + t_b: the step of a single worker."""
+        return self.ready_s[-1]
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward pass, t_b."""
+        return sum(layer.backward_s for layer in self.layers)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(layer.grad_bytes for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``trace.json``."""
+        return {
+            "format": self.FORMAT,
+            "model": self.model,
+            "forward_s": self.forward_s,
+            "layers": [
+                {"name": layer.name, "backward_s": layer.backward_s, "grad_bytes": layer.grad_bytes}
+                for layer in self.layers
+            ],
+            "source": dict(self.source),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Make a trace from the content of ``trace.json``."""
+        fields = Fields(data)
+        fields.check_format(cls.FORMAT)
+        layers = []
+        for entry in fields.objects("layers"):
+            name, backward_s, grad_bytes = entry["name"], entry["backward_s"], entry["grad_bytes"]
+            try:
+                layers.append(LayerTrace(name, backward_s, grad_bytes))
+            except TraceError as error:
+                raise FormatError(f"{entry.where}: {error}") from None
+        return cls(fields["model"], fields["forward_s"], tuple(layers), fields.get("source", {}))
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that was there before, if any."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

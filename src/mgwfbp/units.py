@@ -1,0 +1,37 @@
+"""Seconds and bytes as people read them."""
+
+__all__ = ["format_bytes", "format_seconds", "quote"]
+
+
+def format_seconds(seconds: float) -> str:
+    """Three to four digits with the unit that suits.
+
+    >>> [format_seconds(s) for s in (0.0, 9.052e-5, 0.0123, 2.5)]
+    ['0 s', '90.5 us', '12.3 ms', '2.5 s']
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}" if seconds >= 100 * scale else f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Decimal units, as link rates have.
+
+    >>> [format_bytes(b) for b in (0, 4000, 102_228_128)]
+    ['0 B', '4 kB', '102 MB']
+    """
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def quote(value: object, limit: int = 60) -> str:
+    """Show any value in a one-line message: escaped, and cut where it is long.
+
+    >>> print(quote("a" * 100, limit=10))
+    'aaaaaaaa…
+    """
+    shown = repr(value)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
