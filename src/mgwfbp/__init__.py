@@ -7,11 +7,15 @@
 MergePlan('toy' by 'optimal': 2 gradients in 2 messages, 1+1)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, load_cost
 from mgwfbp.errors import (
     CostError,
     FileError,
     FormatError,
+    MeasureError,
     MgwfbpError,
     NetworkError,
     PlanError,
@@ -23,7 +27,11 @@ from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
+
+if TYPE_CHECKING:
+    from mgwfbp.measure.allreduce import measure_allreduce
+    from mgwfbp.measure.backward import measure_backward
 
 __all__ = [
     "PLANNERS",
@@ -34,6 +42,7 @@ __all__ = [
     "FormatError",
     "LayerTrace",
     "LinearCost",
+    "MeasureError",
     "MergePlan",
     "MgwfbpError",
     "ModelTrace",
@@ -49,10 +58,26 @@ __all__ = [
     "fit",
     "load_cost",
     "load_network",
+    "load_trace",
     "lower_bound_s",
+    "measure_allreduce",
+    "measure_backward",
     "predict",
     "predict_naive",
     "predict_parameter_server",
+    "recorded_traces",
 ]
 
 __version__ = "0.1.0"
+
+# Names that need torch, and where they are: imported when they are first asked for.
+_WITH_TORCH = {
+    "measure_allreduce": "mgwfbp.measure.allreduce",
+    "measure_backward": "mgwfbp.measure.backward",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
+    raise AttributeError(f"module 'mgwfbp' has no attribute {name!r}")

@@ -4,11 +4,13 @@ A record is a frozen dataclass that derives from `Record`. It says its `FORMAT`,
 `from_json`; reading, checking and writing files is done here, once.
 """
 
+import gzip
 import json
 import math
 import operator
 import os
 import tempfile
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -167,19 +169,21 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise type(error)(f"{os.fspath(path)}: {error}") from error
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 file of a sane size."""
+def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Read a UTF-8 file of a sane size, unpacked if its name ends in ``.gz``."""
     name = os.fspath(path)
     try:
         # A limit on what is read, not a look at the size first: it also holds for pipes.
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
+        with gzip.open(path) if name.endswith(".gz") else Path(path).open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except (EOFError, zlib.error) as error:
+        raise FormatError(f"{name}: not a whole gzip file: {error}") from error
     except OSError as error:
         raise FileError(f"{name}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a NUL byte in the name
         raise FileError(f"{name!r}: cannot be read: {error}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise FileError(f"{name}: larger than {MAX_FILE_BYTES >> 20} MiB, so it is no file of ours")
+    if len(raw) > max_bytes:
+        raise FileError(f"{name}: larger than {max_bytes >> 20} MiB, more than is read of such a file")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -199,10 +203,10 @@ def _reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def read_json(path: str | os.PathLike[str]) -> object:
+def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> object:
     """Parse a JSON file: no NaN, no infinity, no repeated field."""
     name = os.fspath(path)
-    text = read_text(path)
+    text = read_text(path, max_bytes=max_bytes)
     if not text.strip():
         raise FormatError(f"{name}: empty, expected JSON")
     try:

@@ -1,7 +1,9 @@
 """When each gradient is ready and how many bytes it has: `LayerTrace`, `ModelTrace`."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from itertools import accumulate
 from typing import Any, ClassVar, Self
 
@@ -9,7 +11,7 @@ from mgwfbp.errors import FormatError, TraceError
 from mgwfbp.record import Fields, Record, check_count, check_free_form, check_real, check_text
 from mgwfbp.units import format_bytes, format_seconds, quote
 
-__all__ = ["LayerTrace", "ModelTrace"]
+__all__ = ["LayerTrace", "ModelTrace", "load_trace", "recorded_traces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,23 @@ class ModelTrace(Record):
             except TraceError as error:
                 raise FormatError(f"{entry.where}: {error}") from None
         return cls(fields["model"], fields["forward_s"], tuple(layers), fields.get("source", {}))
+
+
+def recorded_traces() -> list[str]:
+    """Return the names of the traces that come with the package; `load_trace` takes them."""
+    folder = resources.files("mgwfbp") / "data" / "traces"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_trace(name_or_path: str | os.PathLike[str]) -> ModelTrace:
+    """Read a trace that comes with the package, by its name, or ``trace.json``."""
+    name = os.fspath(name_or_path)
+    if name in recorded_traces():
+        with resources.as_file(resources.files("mgwfbp") / "data" / "traces" / f"{name}.json") as path:
+            return ModelTrace.load(path)
+    if not os.path.exists(name) and os.sep not in name and not name.endswith(".json"):  # noqa: PTH110 - NUL bytes
+        raise TraceError(f"trace {quote(name)} is neither a file nor one of those that `mgwfbp traces` lists")
+    return ModelTrace.load(name)
 
 
 def first_repeated(names: Iterable[str]) -> str | None:

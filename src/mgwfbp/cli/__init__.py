@@ -11,7 +11,9 @@ import mgwfbp
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
+from mgwfbp.cli.measure import measure
 from mgwfbp.cli.plan import plan
+from mgwfbp.cli.traces import traces
 from mgwfbp.errors import MgwfbpError
 
 __all__ = ["app", "main"]
@@ -23,8 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, demo):
+for command in (compare, plan, cost, traces, demo):
     app.command()(command)
+app.add_typer(measure, name="measure")
 
 
 @app.callback(invoke_without_command=True)
@@ -55,7 +58,8 @@ def run(arguments: Sequence[str]) -> int:
         typer.echo(f"{where}: {error.format_message()} (see `{where} --help`)", err=True)
         return error.exit_code
     except MgwfbpError as error:
-        typer.echo(f"mgwfbp: {error}", err=True)
+        speaker = f"mgwfbp, rank {os.environ['RANK']}" if "RANK" in os.environ else "mgwfbp"
+        typer.echo(f"{speaker}: {error}", err=True)
         return 1
     except (typer.Abort, KeyboardInterrupt):
         return 130

@@ -18,7 +18,7 @@ from mgwfbp.cli.output import print_table, talk
 from mgwfbp.cost import Cost, load_cost
 from mgwfbp.planners import Planner, find_plan
 from mgwfbp.timeline import predict
-from mgwfbp.trace import ModelTrace
+from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_seconds
 
 __all__ = ["compare", "comparison", "print_comparison"]
@@ -33,7 +33,7 @@ def compare(
 ) -> None:
     """Compare the steps that all planners' plans would give."""
     chosen = planners(bucket_mb, first_bucket_mb)
-    model, network = ModelTrace.load(trace), load_cost(cost)
+    model, network = load_trace(trace), load_cost(cost)
     rows = comparison(model, network, chosen)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))

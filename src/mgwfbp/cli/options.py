@@ -19,7 +19,10 @@ def _known_planner(name: str) -> str:
     return name
 
 
-TraceFile = Annotated[str, typer.Option("--trace", metavar="FILE", help="trace.json: when each gradient is ready.")]
+TraceFile = Annotated[
+    str,
+    typer.Option("--trace", metavar="FILE|NAME", help="trace.json, or a name that `mgwfbp traces` lists."),
+]
 CostFile = Annotated[str, typer.Option("--cost", metavar="FILE", help="cost.json: what an all-reduce costs.")]
 Output = Annotated[
     str | None,

@@ -14,7 +14,7 @@ from mgwfbp.cli.options import (
 from mgwfbp.cli.output import talk, write_record
 from mgwfbp.cost import load_cost
 from mgwfbp.planners import find_plan
-from mgwfbp.trace import ModelTrace
+from mgwfbp.trace import load_trace
 from mgwfbp.units import format_seconds
 
 __all__ = ["plan"]
@@ -30,7 +30,7 @@ def plan(
 ) -> None:
     """Find which gradients to send together and write the plan."""
     chosen = planners(bucket_mb, first_bucket_mb)[planner]
-    found = find_plan(ModelTrace.load(trace), load_cost(cost), chosen)
+    found = find_plan(load_trace(trace), load_cost(cost), chosen)
     write_record(found, output)
     predicted = found.predicted
     talk(

@@ -1,0 +1,226 @@
+"""``mgwfbp measure``: the backward pass, the network, and what a processor we do not have would do."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from mgwfbp.cli.options import Output
+from mgwfbp.cli.output import talk, write_record
+from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
+from mgwfbp.errors import MeasureError
+from mgwfbp.measure.devices import DEVICES
+from mgwfbp.trace import ModelTrace, load_trace
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgwfbp.measure.workload import Workload
+
+__all__ = ["measure"]
+
+measure = typer.Typer(help="Measure the backward pass or the network, or count what another processor would take.")
+
+Model = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A torchvision model, or hf:TYPE of Hugging Face (hf:bert, hf:gpt2).")
+]
+Factory = Annotated[
+    str | None, typer.Option(metavar="PACKAGE.MODULE:FUNCTION", help="Your own: returns (model, batch[, loss_fn]).")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples of one worker.")]
+ImageSize = Annotated[int | None, typer.Option(min=1, help="Pixels a side, if not the model's usual.")]
+SequenceLength = Annotated[int, typer.Option(min=1, help="Tokens of a sample of a language model.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Start so many local workers; under torchrun those given are used.")
+]
+OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to run.")]
+
+
+@measure.command()
+def backward(
+    model: Model = None,
+    factory: Factory = None,
+    batch_size: BatchSize = 32,
+    device: OnDevice = "cpu",
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them that do not.")] = 5,
+    accumulation_steps: Annotated[int, typer.Option(min=1, help="Backward passes a step.")] = 1,
+    autocast: Annotated[Literal["bf16", "fp16"] | None, typer.Option(help="Mixed precision.")] = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = 128,
+    workers: Workers = None,
+    output: Output = None,
+) -> None:
+    """Run a model and note when each gradient is ready."""
+    spec = _spec(model, factory)
+    start_local_workers(workers)
+    import torch
+
+    from mgwfbp.measure.agreement import agree_on_trace, together
+    from mgwfbp.measure.backward import measure_backward
+
+    _check_device(device)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    def local() -> ModelTrace:
+        workload = _workload(spec, batch_size, _place(device), image_size, sequence_length)
+        with _progress("backward", warmup + steps) as advance:
+            return measure_backward(
+                workload.model,
+                workload.batch,
+                workload.loss_fn,
+                name=workload.name,
+                steps=steps,
+                warmup=warmup,
+                accumulation_steps=accumulation_steps,
+                autocast_dtype=dtypes.get(autocast or ""),
+                on_step=lambda: advance(1),
+            )
+
+    if under_launcher():
+        with process_group(device, None):
+            trace = agree_on_trace(together(local))
+    else:
+        trace = local()
+    if rank() == 0:
+        source = {**trace.source, "batch_size": batch_size}
+        _write_trace(ModelTrace(trace.model, trace.forward_s, trace.layers, source), output)
+
+
+@measure.command()
+def allreduce(
+    workers: Workers = None,
+    device: OnDevice = "cpu",
+    backend: Annotated[
+        Literal["gloo", "nccl", "mpi"] | None, typer.Option(help="nccl on a GPU and gloo on a CPU if not given.")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="About how long it may take.")] = 5.0,
+    max_mb: Annotated[float, typer.Option(min=0.001, metavar="MB", help="The largest message.")] = 256.0,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="Take all gradients of this trace as the largest message.")
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Measure what an all-reduce of every size takes between the workers."""
+    max_bytes = load_trace(trace).grad_bytes if trace else int(max_mb * 1e6)
+    start_local_workers(workers)
+    if not under_launcher():
+        raise typer.BadParameter(
+            "2 or more, or run under torchrun: one worker has nobody to talk to", param_hint="--workers"
+        )
+    from mgwfbp.measure.allreduce import measure_allreduce
+
+    _check_device(device)
+    with process_group(device, backend), _progress("all-reduce", 1.0) as advance:
+        done = 0.0
+
+        def on_progress(fraction: float) -> None:
+            nonlocal done
+            advance(fraction - done)
+            done = fraction
+
+        cost = measure_allreduce(
+            device=_place(device), max_bytes=max(8, max_bytes), budget_s=budget, on_progress=on_progress
+        )
+    if rank() == 0:
+        write_record(cost, output)
+        quality = cost.source["fit"]
+        talk(f"{cost!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
+
+
+@measure.command()
+def analytic(
+    model: Model = None,
+    factory: Factory = None,
+    batch_size: BatchSize = 32,
+    device: Annotated[
+        str, typer.Option(metavar="|".join(DEVICES), help="The processor.", callback=lambda name: _known_device(name))
+    ] = "k80",
+    images_per_second: Annotated[
+        float | None, typer.Option(min=1e-9, help="The speed of one worker, to which all times are scaled.")
+    ] = None,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = 128,
+    output: Output = None,
+) -> None:
+    """Count a model's operations and say when each gradient would be ready on a processor we do not have."""
+    spec = _spec(model, factory)
+    from mgwfbp.measure.analytic import measure_analytic
+
+    workload = _workload(spec, batch_size, "meta", image_size, sequence_length)
+    _write_trace(measure_analytic(workload, DEVICES[device], images_per_second=images_per_second), output)
+
+
+@measure.command()
+def profile(
+    file: Annotated[str, typer.Argument(metavar="PROFILE.JSON", help="What prof.export_chrome_trace wrote.")],
+    model: Model = None,
+    factory: Factory = None,
+    batch_size: BatchSize = 1,
+    output: Output = None,
+) -> None:
+    """Make a trace from a profile of torch.profiler that was recorded anyway."""
+    spec = _spec(model, factory)
+    from mgwfbp.measure.profile import trace_from_profile
+
+    _write_trace(trace_from_profile(file, _workload(spec, batch_size, "meta", None, 128)), output)
+
+
+def _spec(model: str | None, factory: str | None) -> str:
+    if (model is None) == (factory is None):
+        raise typer.BadParameter("give exactly one", param_hint=["--model", "--factory"])
+    if factory is not None and ":" not in factory:
+        raise typer.BadParameter(f"{factory!r}, expected package.module:function", param_hint="--factory")
+    return model or factory or ""
+
+
+def _known_device(name: str) -> str:
+    if name not in DEVICES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DEVICES)}")
+    return name
+
+
+def _workload(
+    spec: str, batch_size: int, device: "torch.device | str", image_size: int | None, sequence_length: int
+) -> "Workload":
+    from mgwfbp.measure.workload import build_workload
+
+    return build_workload(
+        spec, batch_size=batch_size, device=device, image_size=image_size, sequence_length=sequence_length
+    )
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MeasureError(
+            "no CUDA device here; use --device cpu, or `mgwfbp measure analytic` for a GPU you do not have"
+        )
+
+
+def _place(device: str) -> "torch.device":
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def _write_trace(trace: ModelTrace, output: str | None) -> None:
+    write_record(trace, output)
+    talk(repr(trace))
+    if trace.source.get("unused"):
+        talk(f"unused parameters, ready from the start: {', '.join(trace.source['unused'][:5])}")
+    if trace.source.get("num_orders", 1) > 1:
+        talk(f"the order of gradients changed from step to step: {trace.source['num_orders']} orders were seen")
+
+
+@contextmanager
+def _progress(what: str, total: float) -> Iterator[Callable[[float], object]]:
+    """Show a progress bar on a terminal, of rank 0 alone."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal or rank() != 0, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)

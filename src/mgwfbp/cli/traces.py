@@ -1,0 +1,26 @@
+"""``mgwfbp traces``: what comes with the package."""
+
+from mgwfbp.cli.output import print_table
+from mgwfbp.trace import load_trace, recorded_traces
+from mgwfbp.units import format_bytes, format_seconds
+
+__all__ = ["traces"]
+
+
+def traces() -> None:
+    """List the recorded traces that come with the package; every command takes their names for a file."""
+    rows = []
+    for name in recorded_traces():
+        trace = load_trace(name)
+        rows.append(
+            (
+                name,
+                str(trace.source.get("batch_size", "-")),
+                str(len(trace.layers)),
+                format_bytes(trace.grad_bytes),
+                format_seconds(trace.forward_s),
+                format_seconds(trace.backward_s),
+                f"{trace.source.get('measured', '-')}, {trace.source.get('device', '-')}",
+            )
+        )
+    print_table(("name", "batch", "gradients", "size", "forward", "backward", "how, on"), rows)

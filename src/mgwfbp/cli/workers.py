@@ -1,0 +1,91 @@
+"""Several workers for one command: those of torchrun, or local ones that we start."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+__all__ = ["process_group", "rank", "start_local_workers", "under_launcher"]
+
+# How long a rank waits for the others before it gives up.
+TIMEOUT_S = 60
+
+
+def under_launcher() -> bool:
+    """Say whether torchrun, or something like it, started us."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
+
+
+def rank() -> int:
+    """Return our rank; 0 when we are alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def start_local_workers(workers: int | None) -> None:
+    """Run this same command once per worker and leave with its status, unless we are such a worker or need none."""
+    if under_launcher():
+        if workers is not None and workers != int(os.environ["WORLD_SIZE"]):
+            found = os.environ["WORLD_SIZE"]
+            raise typer.BadParameter(f"{workers}, but {found} were started; leave it out", param_hint="--workers")
+        return
+    if workers is None or workers == 1:
+        return
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+    try:
+        start_processes(  # type: ignore[no-untyped-call]  # torch does not type it
+            _worker, (sys.argv[1:], workers, _free_port()), nprocs=workers, start_method="spawn"
+        )
+    except ProcessExitedException as error:
+        # The worker has said why. A signal has no status of its own.
+        raise typer.Exit(error.exit_code if error.exit_code > 0 else 1) from error
+    raise typer.Exit
+
+
+def _worker(local_rank: int, arguments: list[str], workers: int, port: int) -> None:
+    from mgwfbp.cli import run
+
+    os.environ.update(
+        RANK=str(local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(workers),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(run(arguments))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def process_group(device_type: str, backend: str | None) -> Iterator[None]:
+    """Join the other workers for a while."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from mgwfbp.errors import MeasureError
+
+    chosen = backend or ("nccl" if device_type == "cuda" else "gloo")
+    if not dist.is_backend_available(chosen):
+        raise MeasureError(f"this torch has no backend {chosen!r}")
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    try:
+        dist.init_process_group(chosen, timeout=timedelta(seconds=TIMEOUT_S))
+    except (RuntimeError, ValueError) as error:
+        raise MeasureError(f"the workers did not find one another: {str(error).partition(chr(10))[0]}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,156 @@
+"""What an all-reduce costs on this network, measured: `measure_allreduce`."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from mgwfbp.cost import PiecewiseCost
+from mgwfbp.errors import MeasureError
+from mgwfbp.fit import fit
+from mgwfbp.measure.agreement import first_line
+from mgwfbp.units import format_bytes
+
+__all__ = ["measure_allreduce"]
+
+# A burst of this many messages stands for a training step that sends one after another.
+BURST = 8
+# What timing a size once sends.
+BURST_AND_ONE = BURST + 1
+# Every size is timed at least so often, and at most.
+MIN_ROUNDS, MAX_ROUNDS = 3, 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """One size, timed once; already that of the slowest rank."""
+
+    isolated_s: float  # one message on an idle link
+    streamed_s: float  # one of a burst
+
+
+def measure_allreduce(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    max_bytes: int = 2**28,
+    budget_s: float = 5.0,
+    on_progress: Callable[[float], object] | None = None,
+) -> PiecewiseCost:
+    """Measure what an all-reduce of M bytes takes, from 4 bytes to ``max_bytes``. All ranks of the group must call it.
+
+    Two times are taken of every size, all ranks starting together, the slowest rank counting: of one message on an idle
+    link, and of one message in a burst of them, which is how training sends them and what the cost is made of (the
+    isolated times are in ``source``). Sizes are gone through in turns until about ``budget_s`` is spent; of each the
+    median counts. A slow network may not allow ``max_bytes`` within the budget: larger messages than were measured are
+    taken to go on at the last slope.
+
+    Every rank gets the same cost. ``on_progress`` is called with the fraction of the budget that is spent.
+    """
+    if max_bytes < 8 or budget_s <= 0:
+        raise MeasureError(f"max_bytes is {max_bytes}, budget_s {budget_s}: expected 8 or more and above 0")
+    workers = dist.get_world_size(group)
+    if workers < 2:
+        raise MeasureError("the group has 1 rank, an all-reduce needs 2 or more; start more workers")
+    sweep = _Sweep(group, torch.device(device), max_bytes)
+    report = on_progress or (lambda _: None)
+    started_s = time.perf_counter()
+    try:
+        timings = _first_round(sweep, max_bytes, budget_s, report)
+        round_s = sum(BURST_AND_ONE * max(row[0].isolated_s, row[0].streamed_s) for row in timings.values())
+        # Agreed, since every rank must go through as many rounds.
+        spent_s = sweep.slowest(time.perf_counter() - started_s)
+        rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, 1 + (budget_s - spent_s) / round_s)))
+        for turn in range(1, rounds):
+            for size, row in timings.items():
+                row.append(sweep.time(size))
+            report(min(1.0, max(turn / rounds, spent_s / budget_s)))
+    except (RuntimeError, dist.DistError) as error:
+        raise MeasureError(f"the all-reduce sweep failed, a rank may have died: {first_line(error)}") from error
+    report(1.0)
+    isolated = [(size, median(timing.isolated_s for timing in row)) for size, row in timings.items()]
+    streamed = [(size, median(timing.streamed_s for timing in row)) for size, row in timings.items()]
+    source = {
+        "measured": "allreduce",
+        "backend": dist.get_backend(group),
+        "device": torch.cuda.get_device_name(sweep.device) if sweep.device.type == "cuda" else "cpu",
+        "rounds": rounds,
+        "streamed": streamed,
+        "isolated": isolated,
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    cost = fit(streamed, workers, kind="piecewise", source=source).cost
+    if not isinstance(cost, PiecewiseCost):  # what kind="piecewise" asks for
+        raise MeasureError("the sweep gave no curve")
+    return cost
+
+
+def _first_round(
+    sweep: "_Sweep", max_bytes: int, budget_s: float, report: Callable[[float], object]
+) -> dict[int, list[_Timing]]:
+    """Time every size once, doubling it until the budget says stop."""
+    timings: dict[int, list[_Timing]] = {}
+    size, spent_s = 4, 0.0
+    while size <= max_bytes or len(timings) < 2:
+        sweep.time(size)  # the first message of a size sets buffers up
+        timing = sweep.time(size)
+        timings[size] = [timing]
+        step_s = BURST_AND_ONE * max(timing.isolated_s, timing.streamed_s)
+        spent_s += 2 * step_s
+        report(min(0.9, spent_s / budget_s))
+        # The next size takes up to twice as long and will be timed twice here and at least twice more later.
+        if len(timings) >= 2 and spent_s + 2 * (MIN_ROUNDS + 1) * step_s > budget_s:
+            break
+        size *= 2
+    return timings
+
+
+class _Sweep:
+    """Times all-reduces of any size on one group; every method is called by all ranks at once."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, max_bytes: int) -> None:
+        self._group = group
+        self.device = device
+        try:
+            # Bursts reuse one buffer: it holds zeros, whose sum stays zero however often they are added.
+            self._buffer = torch.zeros(max_bytes // 4 + 1, dtype=torch.float32, device=device)
+        except RuntimeError as error:
+            raise MeasureError(
+                f"no room for a message of {format_bytes(max_bytes)} on {device}: {first_line(error)}"
+            ) from error
+
+    def time(self, num_bytes: int) -> _Timing:
+        """Time one isolated message and one burst."""
+        isolated_s = self._elapsed(num_bytes, 1)
+        streamed_s = self._elapsed(num_bytes, BURST) / BURST
+        return _Timing(*self._slowest([isolated_s, streamed_s]))
+
+    def slowest(self, value: float) -> float:
+        """Return the largest of what the ranks give."""
+        return self._slowest([value])[0]
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        agreed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+        return agreed.tolist()
+
+    def _elapsed(self, num_bytes: int, count: int) -> float:
+        message = self._buffer[: max(1, num_bytes // 4)]
+        dist.barrier(group=self._group)
+        self._synchronize()
+        start_s = time.perf_counter()
+        works = [dist.all_reduce(message, group=self._group, async_op=True) for _ in range(count)]
+        for work in works:
+            if work is not None:  # None on a rank outside the group
+                work.wait()
+        self._synchronize()
+        return time.perf_counter() - start_s
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,141 @@
+"""What a processor we do not have would take: the paper's T_b(p, G, theta), Eq. (18), by counting operations."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mgwfbp.errors import MeasureError
+from mgwfbp.measure.devices import Device
+from mgwfbp.measure.workload import Workload, trainable
+from mgwfbp.trace import LayerTrace, ModelTrace
+
+__all__ = ["OperationCount", "count_operations", "measure_analytic", "ready_order"]
+
+
+_COUNTER = Device("counter", 1.0, 1.0, 0.0, "counts only")
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCount:
+    """Floating-point operations of one step (a multiply and an add are two), and kernels."""
+
+    forward_flops: int
+    backward_flops: int
+    kernels: int
+
+
+class _VirtualClock(TorchDispatchMode):
+    """Lets time pass for every operation as it is dispatched, without computing anything.
+
+    An operation takes the longer of its arithmetic at the device's rate and its traffic at the device's bandwidth, and
+    at least one empty kernel. Views take nothing.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.flops = 0
+        self.kernels = 0
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or func.namespace == "prim":
+            return out
+        counter = flop_registry.get(func.overloadpacket)
+        flops = int(counter(*args, **(kwargs or {}), out_val=out)) if counter else 0
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if num_bytes:
+            device = self._device
+            self.flops += flops
+            self.kernels += 1
+            self.now_s += max(flops / device.flops_per_s, num_bytes / device.bytes_per_s, device.kernel_s)
+        return out
+
+
+def measure_analytic(workload: Workload, device: Device, *, images_per_second: float | None = None) -> ModelTrace:
+    """Count a step of a model on the meta device and say when each gradient would be ready on ``device``.
+
+    Needs no weights, no data and no such processor. The order of gradients is autograd's own. With
+    ``images_per_second``, the speed of one worker that was measured or published, all times are scaled to meet it.
+
+    Ignored: kernels that run beside one another, caches, how well a shape suits the processor.
+    """
+    trace, count = _run(workload, device)
+    factor = 1.0
+    if images_per_second is not None:
+        if not images_per_second > 0:
+            raise MeasureError(f"images_per_second is {images_per_second}, expected above 0")
+        factor = workload.batch_size / images_per_second / trace.compute_s
+    layers = [LayerTrace(layer.name, layer.backward_s * factor, layer.grad_bytes) for layer in trace.layers]
+    source = {
+        **trace.source,
+        "measured": "analytic",
+        "device": device.name,
+        "device_source": device.source,
+        "batch_size": workload.batch_size,
+        "forward_flops": count.forward_flops,
+        "backward_flops": count.backward_flops,
+        "images_per_second": images_per_second,
+        "scaled_by": factor,
+        "torch": torch.__version__,
+    }
+    return ModelTrace(workload.name, trace.forward_s * factor, tuple(layers), source)
+
+
+def count_operations(workload: Workload) -> OperationCount:
+    """Count the floating-point operations of one step with torch's own counter."""
+    return _run(workload, _COUNTER)[1]
+
+
+def ready_order(workload: Workload) -> list[str]:
+    """Return the parameters that get a gradient, in the order in which autograd makes them ready."""
+    trace, _ = _run(workload, _COUNTER)
+    unused = set(trace.source["unused"])
+    return [layer.name for layer in trace.layers if layer.name not in unused]
+
+
+def _run(workload: Workload, device: Device) -> tuple[ModelTrace, OperationCount]:
+    parameters = list(trainable(workload.model))
+    if not parameters:
+        raise MeasureError("the model has no parameter that requires a gradient: nothing to count")
+    if any(parameter.device.type != "meta" for _, parameter in parameters):
+        raise MeasureError("the model is not on the meta device: build it with device='meta'")
+    ready_s: dict[str, float] = {}
+    clock = _VirtualClock(device)
+
+    def note(name: str) -> Any:
+        def ready(_: Tensor) -> None:
+            ready_s.pop(name, None)
+            ready_s[name] = clock.now_s
+
+        return ready
+
+    hooks = [parameter.register_post_accumulate_grad_hook(note(name)) for name, parameter in parameters]
+    try:
+        with clock:
+            loss = workload.loss()
+            forward_s, forward_flops = clock.now_s, clock.flops
+            loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not ready_s:
+        raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters}
+    unused = [name for name in sizes if name not in ready_s]
+    layers, previous_s = [LayerTrace(name, 0.0, sizes[name]) for name in unused], forward_s
+    for name, moment_s in ready_s.items():
+        layers.append(LayerTrace(name, moment_s - previous_s, sizes[name]))
+        previous_s = moment_s
+    trace = ModelTrace(workload.name, forward_s, tuple(layers), {"unused": unused})
+    return trace, OperationCount(forward_flops, clock.flops - forward_flops, clock.kernels)

@@ -1,0 +1,240 @@
+"""When each gradient of a model is ready: `measure_backward`."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mgwfbp.errors import MeasureError
+from mgwfbp.measure.clock import make_clock
+from mgwfbp.measure.workload import LossFn, default_loss, run_model, trainable
+from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.units import quote
+
+__all__ = ["measure_backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step showed; times from its start."""
+
+    forward_s: float
+    ready_s: dict[int, float]  # by parameter
+    order: tuple[int, ...]  # parameters in the order in which their gradients were ready
+    grad_bytes: dict[int, int]
+
+
+def measure_backward(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn = default_loss,
+    *,
+    name: str | None = None,
+    steps: int = 10,
+    warmup: int = 3,
+    accumulation_steps: int = 1,
+    autocast_dtype: torch.dtype | None = None,
+    on_step: Callable[[], object] | None = None,
+) -> ModelTrace:
+    """Run a model's forward and backward pass and note when each gradient is ready.
+
+    ``batch`` is what the model is called with (a dict becomes keyword arguments, a tuple positional ones); ``loss_fn``
+    turns its output into one number. ``warmup`` steps are dropped, the others' medians make the trace, their spread is
+    in ``source``. With ``accumulation_steps`` k only the last of k backward passes is taken apart, since only there
+    gradients travel; what comes before it counts as forward. With ``autocast_dtype`` the forward pass runs under
+    autocast.
+
+    A gradient is ready when autograd has accumulated it. A parameter that takes no part (unused) has nothing to wait
+    for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
+    parameters do not appear, shared ones once. The model's parameters, buffers and gradients and all random generators
+    are afterwards as they were; no optimizer is involved. ``on_step`` is called after every step.
+    """
+    if steps < 1 or warmup < 0 or accumulation_steps < 1:
+        raise MeasureError(
+            f"steps is {steps}, warmup {warmup}, accumulation_steps {accumulation_steps}: expected 1, 0 and 1 or more"
+        )
+    parameters = list(trainable(model))
+    if not parameters:
+        raise MeasureError("the model has no parameter that requires a gradient: nothing to measure")
+    device = _only_device(parameters)
+    watch = _Watch(model, batch, loss_fn, parameters, device, accumulation_steps, autocast_dtype)
+    seen = []
+    with _as_it_was(model, parameters, device), watch:
+        for index in range(warmup + steps):
+            step = watch.step()
+            if index >= warmup:
+                seen.append(step)
+            if on_step is not None:
+                on_step()
+    source = {
+        "measured": "backward",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "autocast": str(autocast_dtype).removeprefix("torch.") if autocast_dtype else None,
+        "accumulation_steps": accumulation_steps,
+        "steps": steps,
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    return _combine(name or type(model).__name__, parameters, seen, source)
+
+
+class _Watch:
+    """Runs steps with a hook on every parameter that notes when its gradient is ready."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: LossFn,
+        parameters: list[tuple[str, nn.Parameter]],
+        device: torch.device,
+        accumulation_steps: int,
+        autocast_dtype: torch.dtype | None,
+    ) -> None:
+        self._model, self._batch, self._loss_fn = model, batch, loss_fn
+        self._parameters = [parameter for _, parameter in parameters]
+        self._device, self._accumulation_steps, self._autocast_dtype = device, accumulation_steps, autocast_dtype
+        self._clock = make_clock(device, len(parameters) + 1)
+        self._forward_slot = len(parameters)
+        self._order: dict[int, None] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        clock, order = self._clock, self._order
+
+        def hook_for(slot: int) -> Callable[[Tensor], None]:
+            def note(_: Tensor) -> None:
+                clock.note(slot)
+                # Reentrant checkpointing accumulates a shared parameter more than once: the last time counts.
+                order.pop(slot, None)
+                order[slot] = None
+
+            return note
+
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(hook_for(slot))
+            for slot, parameter in enumerate(self._parameters)
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def step(self) -> _Step:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._clock.start()
+        for _ in range(self._accumulation_steps - 1):
+            self._forward().backward()
+        loss = self._forward()
+        self._order.clear()
+        self._clock.note(self._forward_slot)
+        loss.backward()
+        moments = self._clock.read()
+        if not self._order:
+            raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
+        ready_s = {slot: moments[slot] for slot in self._order}
+        sizes = {slot: _wire_bytes(self._parameters[slot]) for slot in range(len(self._parameters))}
+        return _Step(moments[self._forward_slot], ready_s, tuple(self._order), sizes)
+
+    def _forward(self) -> Tensor:
+        autocast = (
+            torch.autocast(self._device.type, self._autocast_dtype)
+            if self._autocast_dtype
+            else contextlib.nullcontext()
+        )
+        with autocast:
+            loss = self._loss_fn(run_model(self._model, self._batch))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise MeasureError(f"the loss is {shape}, expected a tensor with one number; reduce it in loss_fn")
+        if not loss.requires_grad:
+            raise MeasureError("the loss does not depend on any parameter that requires a gradient")
+        return loss
+
+
+def _wire_bytes(parameter: nn.Parameter) -> int:
+    """Return the bytes of a parameter's gradient as it travels; one that is not there travels as zeros."""
+    gradient = parameter.grad if parameter.grad is not None else parameter
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+        parts = (gradient.indices(), gradient.values())
+        return sum(part.numel() * part.element_size() for part in parts)
+    return gradient.numel() * gradient.element_size()
+
+
+def _only_device(parameters: list[tuple[str, nn.Parameter]]) -> torch.device:
+    first_name, first = parameters[0]
+    for name, parameter in parameters:
+        if parameter.device != first.device:
+            raise MeasureError(
+                f"parameter {quote(name)} is on {parameter.device}, {quote(first_name)} on {first.device}; "
+                "one clock cannot time several devices"
+            )
+    return first.device
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, parameters: list[tuple[str, nn.Parameter]], device: torch.device) -> Iterator[None]:
+    """Put gradients, buffers and random generators back on the way out."""
+    gradients = [parameter.grad for _, parameter in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for (_, parameter), gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _combine(
+    name: str, parameters: list[tuple[str, nn.Parameter]], seen: list[_Step], source: dict[str, Any]
+) -> ModelTrace:
+    """Make one trace of the medians of all steps."""
+    forward_s = median(step.forward_s for step in seen)
+    used = {slot for step in seen for slot in step.order}
+    # From the start of the backward pass; in a step in which a gradient did not come it was ready from the start.
+    ready_s = {slot: median(_since_forward(step, slot) for step in seen) for slot in used}
+    orders = {step.order for step in seen}
+    order = list(seen[-1].order) if len(orders) == 1 else sorted(ready_s, key=lambda slot: ready_s[slot])
+    unused = [slot for slot in range(len(parameters)) if slot not in used]
+    layers, previous_s = [], 0.0
+    for slot in [*unused, *order]:
+        # Medians of steps with one order never fall; those of changing orders are sorted above.
+        moment_s = max(previous_s, ready_s.get(slot, 0.0))
+        grad_bytes = int(median(step.grad_bytes[slot] for step in seen))
+        layers.append(LayerTrace(parameters[slot][0], moment_s - previous_s, grad_bytes))
+        previous_s = moment_s
+    source = {
+        **source,
+        "spread": {
+            "forward_s": _quartiles([step.forward_s for step in seen]),
+            "backward_s": _quartiles([max(step.ready_s.values()) - step.forward_s for step in seen]),
+        },
+        "unused": [parameters[slot][0] for slot in unused],
+        "num_orders": len(orders),
+    }
+    return ModelTrace(name, forward_s, tuple(layers), source)
+
+
+def _since_forward(step: _Step, slot: int) -> float:
+    return max(0.0, step.ready_s.get(slot, step.forward_s) - step.forward_s)
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return quantiles(values, n=4) if len(values) > 1 else values * 3
