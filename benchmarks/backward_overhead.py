@@ -30,7 +30,7 @@ def plain_backward_s(workload: Workload, device: str) -> float:
     loss.backward()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    return float(start.elapsed_time(end)) * 1e-3
 
 
 def main() -> None:
@@ -53,10 +53,15 @@ def main() -> None:
         middle, watched = statistics.median(plain), statistics.median(hooked)
         quarters = statistics.quantiles(plain, n=4)
         spread = (quarters[2] - quarters[0]) / middle
-        print(
-            f"| {model} | {batch} | {middle * 1e3:.2f} | {watched * 1e3:.2f} | {watched / middle - 1:+.1%} | {spread:.1%} |",
-            flush=True,
+        row = (
+            model,
+            batch,
+            f"{middle * 1e3:.2f}",
+            f"{watched * 1e3:.2f}",
+            f"{watched / middle - 1:+.1%}",
+            f"{spread:.1%}",
         )
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":
