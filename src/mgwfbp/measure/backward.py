@@ -23,10 +23,11 @@ __all__ = ["measure_backward"]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one step showed; times from its start."""
+    """What one step showed."""
 
     forward_s: float
-    ready_s: dict[int, float]  # by parameter
+    backward_s: float  # the whole of it, hooks included
+    ready_s: dict[int, float]  # by parameter, from the start of the backward pass
     order: tuple[int, ...]  # parameters in the order in which their gradients were ready
     grad_bytes: dict[int, int]
 
@@ -65,12 +66,14 @@ def measure_backward(
         raise MeasureError("the model has no parameter that requires a gradient: nothing to measure")
     device = _only_device(parameters)
     watch = _Watch(model, batch, loss_fn, parameters, device, accumulation_steps, autocast_dtype)
-    seen = []
-    with _as_it_was(model, parameters, device), watch:
+    seen: list[tuple[_Step, float]] = []
+    with _as_it_was(model, parameters, device):
         for index in range(warmup + steps):
-            step = watch.step()
+            step = watch.watched_step()
+            # Hooks delay a host that is busy launching kernels: see how long it takes without them, in turns.
+            plain_s = watch.plain_step() if device.type == "cuda" else step.backward_s
             if index >= warmup:
-                seen.append(step)
+                seen.append((step, plain_s))
             if on_step is not None:
                 on_step()
     source = {
@@ -87,7 +90,7 @@ def measure_backward(
 
 
 class _Watch:
-    """Runs steps with a hook on every parameter that notes when its gradient is ready."""
+    """Runs steps, with a hook on every parameter that notes when its gradient is ready, or without."""
 
     def __init__(
         self,
@@ -102,13 +105,12 @@ class _Watch:
         self._model, self._batch, self._loss_fn = model, batch, loss_fn
         self._parameters = [parameter for _, parameter in parameters]
         self._device, self._accumulation_steps, self._autocast_dtype = device, accumulation_steps, autocast_dtype
-        self._clock = make_clock(device, len(parameters) + 1)
-        self._forward_slot = len(parameters)
-        self._order: dict[int, None] = {}
-        self._hooks: list[Any] = []
+        self._forward_slot, self._end_slot = len(parameters), len(parameters) + 1
+        self._clock = make_clock(device, len(parameters) + 2)
 
-    def __enter__(self) -> None:
-        clock, order = self._clock, self._order
+    def watched_step(self) -> _Step:
+        order: dict[int, None] = {}
+        clock = self._clock
 
         def hook_for(slot: int) -> Callable[[Tensor], None]:
             def note(_: Tensor) -> None:
@@ -119,31 +121,38 @@ class _Watch:
 
             return note
 
-        self._hooks = [
+        hooks = [
             parameter.register_post_accumulate_grad_hook(hook_for(slot))
             for slot, parameter in enumerate(self._parameters)
         ]
+        try:
+            moments = self._run(order.clear)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not order:
+            raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
+        forward_s = moments[self._forward_slot]
+        ready_s = {slot: max(0.0, moments[slot] - forward_s) for slot in order}
+        sizes = {slot: _wire_bytes(parameter) for slot, parameter in enumerate(self._parameters)}
+        return _Step(forward_s, moments[self._end_slot] - forward_s, ready_s, tuple(order), sizes)
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def plain_step(self) -> float:
+        moments = self._run(lambda: None)
+        return moments[self._end_slot] - moments[self._forward_slot]
 
-    def step(self) -> _Step:
+    def _run(self, before_last_backward: Callable[[], object]) -> dict[int, float]:
         for parameter in self._parameters:
             parameter.grad = None
         self._clock.start()
         for _ in range(self._accumulation_steps - 1):
             self._forward().backward()
         loss = self._forward()
-        self._order.clear()
+        before_last_backward()
         self._clock.note(self._forward_slot)
         loss.backward()
-        moments = self._clock.read()
-        if not self._order:
-            raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
-        ready_s = {slot: moments[slot] for slot in self._order}
-        sizes = {slot: _wire_bytes(self._parameters[slot]) for slot in range(len(self._parameters))}
-        return _Step(moments[self._forward_slot], ready_s, tuple(self._order), sizes)
+        self._clock.note(self._end_slot)
+        return self._clock.read()
 
     def _forward(self) -> Tensor:
         autocast = (
@@ -203,37 +212,37 @@ def _as_it_was(model: nn.Module, parameters: list[tuple[str, nn.Parameter]], dev
 
 
 def _combine(
-    name: str, parameters: list[tuple[str, nn.Parameter]], seen: list[_Step], source: dict[str, Any]
+    name: str, parameters: list[tuple[str, nn.Parameter]], seen: list[tuple[_Step, float]], source: dict[str, Any]
 ) -> ModelTrace:
-    """Make one trace of the medians of all steps."""
-    forward_s = median(step.forward_s for step in seen)
-    used = {slot for step in seen for slot in step.order}
-    # From the start of the backward pass; in a step in which a gradient did not come it was ready from the start.
-    ready_s = {slot: median(_since_forward(step, slot) for step in seen) for slot in used}
-    orders = {step.order for step in seen}
-    order = list(seen[-1].order) if len(orders) == 1 else sorted(ready_s, key=lambda slot: ready_s[slot])
+    """Make one trace of the medians of all steps, scaled to what the backward pass takes without hooks."""
+    steps = [step for step, _ in seen]
+    hooked_s = median(step.backward_s for step in steps)
+    plain_s = median(plain_s for _, plain_s in seen)
+    factor = plain_s / hooked_s
+    used = {slot for step in steps for slot in step.order}
+    # In a step in which a gradient did not come it was ready from the start.
+    ready_s = {slot: median(step.ready_s.get(slot, 0.0) for step in steps) * factor for slot in used}
+    orders = {step.order for step in steps}
+    order = list(steps[-1].order) if len(orders) == 1 else sorted(ready_s, key=lambda slot: ready_s[slot])
     unused = [slot for slot in range(len(parameters)) if slot not in used]
     layers, previous_s = [], 0.0
     for slot in [*unused, *order]:
         # Medians of steps with one order never fall; those of changing orders are sorted above.
         moment_s = max(previous_s, ready_s.get(slot, 0.0))
-        grad_bytes = int(median(step.grad_bytes[slot] for step in seen))
+        grad_bytes = int(median(step.grad_bytes[slot] for step in steps))
         layers.append(LayerTrace(parameters[slot][0], moment_s - previous_s, grad_bytes))
         previous_s = moment_s
     source = {
         **source,
         "spread": {
-            "forward_s": _quartiles([step.forward_s for step in seen]),
-            "backward_s": _quartiles([max(step.ready_s.values()) - step.forward_s for step in seen]),
+            "forward_s": _quartiles([step.forward_s for step in steps]),
+            "backward_s": _quartiles([plain_s for _, plain_s in seen]),
         },
+        "hooks_cost": 1 / factor - 1,
         "unused": [parameters[slot][0] for slot in unused],
         "num_orders": len(orders),
     }
-    return ModelTrace(name, forward_s, tuple(layers), source)
-
-
-def _since_forward(step: _Step, slot: int) -> float:
-    return max(0.0, step.ready_s.get(slot, step.forward_s) - step.forward_s)
+    return ModelTrace(name, median(step.forward_s for step in steps), tuple(layers), source)
 
 
 def _quartiles(values: list[float]) -> list[float]:

@@ -51,16 +51,19 @@ class CudaClock:
         self._device = device
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(num_slots + 1)]
         self._noted: set[int] = set()
+        self._stream = torch.cuda.current_stream(device)
 
     def start(self) -> None:
         """Begin a step."""
         self._noted.clear()
         torch.cuda.synchronize(self._device)
-        self._events[-1].record(torch.cuda.current_stream(self._device))
+        # Autograd runs each operation of the backward pass in the stream of its forward operation: this one.
+        self._stream = torch.cuda.current_stream(self._device)
+        self._events[-1].record(self._stream)
 
     def note(self, slot: int) -> None:
         """Note the moment at which the GPU gets here."""
-        self._events[slot].record(torch.cuda.current_stream(self._device))
+        self._events[slot].record(self._stream)
         self._noted.add(slot)
 
     def read(self) -> dict[int, float]:

@@ -1,0 +1,88 @@
+"""What one rank does in the tests of several: ``python -m tests.measure.ranks SCENARIO FOLDER``."""
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgwfbp import MeasureError, measure_allreduce, measure_backward
+from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, together
+from mgwfbp.measure.workload import Workload, build_workload, default_loss
+from tests.measure.models import SlowMiddle, tiny_transformer
+
+
+def identical() -> dict[str, Any]:
+    trace = agree_on_trace(measure_backward(SlowMiddle(0.001), torch.ones(2, 4), steps=2))
+    cost = agree_on_cost(measure_allreduce(max_bytes=2**12, budget_s=60.0))
+    return {"trace": trace.to_json(), "cost": cost.to_json()}
+
+
+def different_models() -> dict[str, Any]:
+    width = 5 if dist.get_rank() == dist.get_world_size() - 1 else 4
+    trace = measure_backward(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)), torch.ones(2, 4), steps=1)
+    return {"trace": agree_on_trace(trace).to_json()}
+
+
+def one_fails() -> dict[str, Any]:
+    def work() -> int:
+        if dist.get_rank() == 1:
+            raise ValueError("no luck\non this rank")
+        return 1
+
+    return {"result": together(work)}
+
+
+def killed() -> dict[str, Any]:
+    def die_early(fraction: float) -> None:
+        if dist.get_rank() == 1 and fraction > 0.1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return {"cost": measure_allreduce(max_bytes=2**22, budget_s=60.0, on_progress=die_early).to_json()}
+
+
+def order(model: str) -> dict[str, Any]:
+    """The order of the trace and the order in which DDP's reducer saw the gradients."""
+    if model == "transformer":
+        workload = Workload("transformer", tiny_transformer(), torch.randn(2, 5, 32), 2, default_loss)
+    else:
+        workload = build_workload(model, batch_size=2, image_size=64)
+    trace = measure_backward(workload.model, workload.batch, workload.loss_fn, steps=2, warmup=1)
+    ddp = DistributedDataParallel(workload.model)
+    for _ in range(3):
+        workload.loss_fn(ddp(workload.batch)).backward()
+    parameters = [name for name, parameter in workload.model.named_parameters() if parameter.requires_grad]
+    logged = ddp._get_ddp_logging_data()["prev_iteration_grad_ready_order_indices"]
+    return {
+        "trace": [layer.name for layer in trace.layers],
+        "reducer": [parameters[int(index)] for index in str(logged).replace(",", " ").split()],
+    }
+
+
+SCENARIOS = {"identical": identical, "different_models": different_models, "one_fails": one_fails, "killed": killed}
+
+
+def main() -> None:
+    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
+    try:
+        result = SCENARIOS[scenario]() if scenario in SCENARIOS else order(scenario.removeprefix("order:"))
+    except MeasureError as error:
+        result = {"error": str(error)}
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
