@@ -41,3 +41,21 @@ def test_optimal_with_a_piecewise_cost(benchmark: BenchmarkFixture, num_layers: 
     trace = make_trace(num_layers)
     plan = benchmark(plan_optimal, trace, CURVE)
     benchmark.extra_info["messages"] = plan.num_groups
+
+
+@pytest.mark.parametrize("backward_s", [0.24, 0.8, 8.0])
+def test_optimal_with_a_piecewise_cost_and_a_slower_backward_pass(
+    benchmark: BenchmarkFixture, backward_s: float
+) -> None:
+    trace = make_trace(2_000)
+    factor = backward_s / 0.08
+    layers = [LayerTrace(layer.name, layer.backward_s * factor, layer.grad_bytes) for layer in trace.layers]
+    plan = benchmark(plan_optimal, ModelTrace("slow", 0.04, tuple(layers)), CURVE)
+    benchmark.extra_info["messages"] = plan.num_groups
+
+
+def test_optimal_where_large_messages_are_dear(benchmark: BenchmarkFixture) -> None:
+    """The slowest case we know: the cost bends upwards, so the best plan has hundreds of messages."""
+    dear = PiecewiseCost(8, ((4, 1e-5), (2**16, 2e-5), (2**20, 1e-3), (2**24, 5e-2), (2**26, 1.0)))
+    plan = benchmark(plan_optimal, make_trace(2_000), dear)
+    benchmark.extra_info["messages"] = plan.num_groups

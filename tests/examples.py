@@ -84,3 +84,15 @@ def piecewise_costs(draw: st.DrawFn) -> PiecewiseCost:
     sizes = sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=6)))
     times = sorted(draw(st.lists(st.floats(0, 50), min_size=len(sizes), max_size=len(sizes))))
     return PiecewiseCost(2, tuple(zip(sizes, times, strict=True)))
+
+
+@st.composite
+def whole_piecewise_costs(draw: st.DrawFn) -> PiecewiseCost:
+    """Curves whose slopes are whole numbers, so that ties are ties."""
+    steps = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=5))
+    size, time = draw(st.integers(0, 4)), float(draw(small))
+    points = [(size, time)]
+    for width, slope in steps:
+        size, time = size + width, time + width * slope
+        points.append((size, time))
+    return PiecewiseCost(2, tuple(points))

@@ -1,9 +1,14 @@
 """The commands as a user runs them: real processes, real files."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -56,19 +61,41 @@ def test_compare_gives_the_same_as_json(folder: Path) -> None:
     assert {"planner", "num_groups", "iteration_s", "exposed_s", "lower_bound_s"} <= set(rows[0])
 
 
-def test_compare_draws_a_table_on_a_terminal(folder: Path) -> None:
-    command = f"{sys.executable} -m mgwfbp compare --trace trace.json --cost cost.json"
-    done = subprocess.run(
-        ["script", "-qec", command, "/dev/null"],
+def on_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
+    """Run a command on a pseudo-terminal of so many columns and return what it shows."""
+    shown, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    done = subprocess.Popen(
+        [sys.executable, *arguments],
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "COLUMNS": "120", "TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.DEVNULL,
+        env={**environment, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert "┏━" in done.stdout
-    assert "optimal" in done.stdout
+    os.close(terminal)
+    text = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the other end closes
+        while chunk := os.read(shown, 65536):
+            text += chunk
+    os.close(shown)
+    assert done.wait(timeout=60) == 0
+    return text.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("columns", [120, 80, 40])
+def test_a_terminal_of_any_width_shows_every_word_of_the_table(folder: Path, columns: int) -> None:
+    text = on_a_terminal(folder, columns, "-m", "mgwfbp", "compare", "--trace", "trace.json", "--cost", "cost.json")
+    assert "…" not in text
+    assert ("─" in text) == (columns >= 80)  # the rule under the titles: drawn where the table fits
+    for word in ("planner", "optimal", "18 s", "efficiency"):
+        assert word in text
+
+
+def test_markup_in_a_table_is_text(folder: Path) -> None:
+    code = "from mgwfbp.cli.output import print_table; print_table(['name', 'n'], [['[red]x[/red]', '1']])"
+    assert "[red]x[/red]" in on_a_terminal(folder, 80, "-c", code)
 
 
 def test_bucket_sizes_are_options(folder: Path) -> None:
@@ -83,6 +110,55 @@ def test_plan_writes_a_plan_that_covers_the_model(folder: Path) -> None:
     plan = MergePlan.load(folder / "plan.json")
     assert plan.group_sizes == (3, 3)
     assert plan.predicted["iteration_s"] == 18.0
+
+
+def test_plan_takes_the_bucket_sizes_too(folder: Path) -> None:
+    options = ("--planner", "bucket", "--bucket-mb", str(2 / 2**20), "--first-bucket-mb", str(1 / 2**20))
+    done = run(folder, "plan", "--trace", "trace.json", "--cost", "cost.json", *options)
+    assert MergePlan.from_json(json.loads(done.stdout)).group_sizes == (1, 2, 2, 1)
+
+
+def test_compare_says_how_much_faster_than_buckets_a_plan_is(folder: Path) -> None:
+    lines = run(folder, "compare", "--trace", "trace.json", "--cost", "cost.json").stdout.splitlines()
+    optimal = next(line for line in lines if line.startswith("optimal"))
+    assert "1.17x" in optimal  # 21 s against 18 s
+
+
+def test_a_ratio_that_is_no_number_is_null(folder: Path) -> None:
+    make_trace([0.0], [1]).save(folder / "trace.json")
+    rows = json.loads(run(folder, "compare", "--trace", "trace.json", "--cost", "cost.json", "--json").stdout)
+    assert rows[0]["ratio"] is None
+
+
+@pytest.mark.parametrize("redirect", [">/dev/full", "2>/dev/full >/dev/full"])
+def test_output_that_cannot_be_written_is_status_1_without_a_traceback(folder: Path, redirect: str) -> None:
+    command = f"{sys.executable} -m mgwfbp compare --trace trace.json --cost cost.json {redirect}"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=60, check=False)  # noqa: S602
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_is_written_even_if_nobody_can_be_told(folder: Path) -> None:
+    command = f"{sys.executable} -m mgwfbp plan --trace trace.json --cost cost.json -o plan.json 2>/dev/full >&-"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=60, check=False)  # noqa: S602
+    assert done.returncode == 0
+    assert MergePlan.load(folder / "plan.json").group_sizes == (3, 3)
+
+
+def test_a_file_name_with_a_line_break_stays_on_one_line(folder: Path) -> None:
+    done = run(folder, "compare", "--trace", "a\nb.json", "--cost", "cost.json", status=1)
+    assert done.stderr == "mgwfbp: 'a\\nb.json': cannot be read: No such file or directory\n"
+
+
+def test_samples_no_cost_fits_name_the_file(folder: Path) -> None:
+    (folder / "sweep.txt").write_text("4 0\n8 1\n")
+    done = run(folder, "cost", "--points", "sweep.txt", "--workers", "4", status=1)
+    assert done.stderr == "mgwfbp: sweep.txt: samples[0]: 4 bytes in 0 s, expected 1e-12 s or more\n"
+
+
+def test_times_that_do_not_grow_are_remarked_on(folder: Path) -> None:
+    (folder / "sweep.txt").write_text("4 3\n8 2\n16 1\n")
+    assert "larger messages would be free" in run(folder, "cost", "--points", "sweep.txt", "--workers", "4").stderr
 
 
 def test_plan_goes_to_stdout_without_a_file(folder: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mgwfbp import CostError, LinearCost, PiecewiseCost, fit
 from mgwfbp.cost import cheapest_s
-from tests.examples import linear_costs, partitions, piecewise_costs
+from tests.examples import TableCost, linear_costs, partitions, piecewise_costs
 
 
 @given(piecewise_costs(), st.integers(0, 200), st.integers(0, 200))
@@ -127,6 +127,7 @@ def test_the_line_has_the_least_relative_error_there_is(samples: list[tuple[int,
         ([], "2 or more"),
         ([(4, 1.0)], "2 or more"),
         ([(4, 1.0), (8, 0.0)], r"samples\[1\]: 8 bytes in 0 s"),
+        ([(4, 1.0), (8, 5e-324)], r"samples\[1\]: 8 bytes in 4.94066e-324 s"),
         ([(4, 1.0), (8, float("nan"))], r"samples\[1\], seconds, is nan"),
         ([(-4, 1.0), (8, 1.0)], r"samples\[0\], bytes, is -4"),
     ],
@@ -134,6 +135,49 @@ def test_the_line_has_the_least_relative_error_there_is(samples: list[tuple[int,
 def test_samples_no_cost_can_be_fitted_to_are_refused(samples: list[tuple[int, float]], message: str) -> None:
     with pytest.raises(CostError, match=message):
         fit(samples, 2)
+
+
+def test_samples_of_one_size_count_as_their_median() -> None:
+    found = fit([(10, 1.0), (10, 1.0), (10, 9.0), (20, 2.0), (20, 2.0), (20, 50.0)], 2)
+    assert [found.cost(10), found.cost(20)] == pytest.approx([1.0, 2.0])
+
+
+@pytest.mark.parametrize(("miss", "kind"), [(0.09, LinearCost), (0.12, PiecewiseCost)])
+def test_auto_draws_the_line_at_a_mean_error_of_ten_percent(miss: float, kind: type) -> None:
+    # Sizes in pairs, one above and one below the line by as much: no line is nearer, a curve is.
+    factors = [1 + miss, 1 + miss, 1 - miss, 1 - miss] * 6
+    samples = [(size, (1e-4 + 1e-9 * size) * factor) for size, factor in zip(SIZES, factors, strict=True)]
+    line = fit(samples, 4, kind="linear")
+    assert line.mean_error == pytest.approx(miss, abs=0.015)
+    assert isinstance(fit(samples, 4).cost, kind)
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0, 10.0])
+def test_one_wrong_largest_size_does_not_set_the_slope_of_all_that_is_larger(factor: float) -> None:
+    samples = [(size, protocol_switch(size)) for size in SIZES]
+    samples[-1] = (SIZES[-1], samples[-1][1] * factor)
+    cost = fit(samples, 4, kind="piecewise").cost
+    assert cost(2**30) == pytest.approx(protocol_switch(2**30), rel=0.05)
+
+
+def test_one_wrong_size_within_does_not_bend_the_curve() -> None:
+    for index in range(2, len(SIZES) - 1):
+        samples = [(size, protocol_switch(size)) for size in SIZES]
+        samples[index] = (SIZES[index], samples[index][1] * 5)
+        cost = fit(samples, 4, kind="piecewise").cost
+        wrong = [abs(cost(size) / protocol_switch(size) - 1) for size in SIZES if size != SIZES[index]]
+        assert sorted(wrong)[-3] < 0.25
+
+
+def test_the_slope_beyond_comes_from_sizes_a_factor_apart() -> None:
+    # The last two sizes are next to each other, and noise makes the last one free: it must not stay free.
+    samples = [*((size, 1e-4 + 1e-9 * size) for size in range(10**5, 10**6, 10**5)), (910_000, 1e-4 + 1e-9 * 910_000)]
+    cost = fit(samples, 4, kind="piecewise").cost
+    assert cost(10**8) == pytest.approx(1e-4 + 0.1, rel=0.1)
+
+
+def test_of_another_cost_only_its_least_is_known() -> None:
+    assert cheapest_s(TableCost((2.0, 3.0, 3.0)), 2) == 2.0
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -74,6 +74,24 @@ def test_presets_go_by_name_in_any_case() -> None:
     assert [round(8e-9 / network.per_byte_s) for network in PRESETS.values()] == [1, 10, 25, 100, 200]
 
 
+def test_a_parameter_server_adds_up_pushes_sums_and_pulls() -> None:
+    # Each of 2 servers takes 6 copies of half of M in, adds 5 of them to the first, and sends 6 copies out.
+    cost = Network("link", "ring", ALPHA, BETA, GAMMA).parameter_server_cost(6, servers=2)
+    assert cost.startup_s == 2 * ALPHA
+    assert cost.per_byte_s == pytest.approx((6 * BETA + 5 * GAMMA + 6 * BETA) / 2)
+
+
+def test_latencies_of_the_presets_are_those_of_their_sources() -> None:
+    assert {name: network.latency_s for name, network in PRESETS.items() if name.endswith("gbe")} == dict.fromkeys(
+        ("1gbe", "10gbe", "25gbe", "100gbe"), 45.26e-6
+    )
+    assert PRESETS["ib-hdr"].latency_s == 9.6e-6
+
+
+def test_a_tree_of_very_many_workers_has_exact_levels() -> None:
+    assert Network("link", "binary_tree", 1.0, 0.0).cost(2**49 + 1).startup_s == 100
+
+
 def test_an_unknown_network_is_refused_with_the_known_names() -> None:
     with pytest.raises(NetworkError, match=r"'avian' is neither a file nor one of 1gbe, 10gbe"):
         load_network("avian")

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from mgwfbp import PLANNERS, Cost, LayerTrace, LinearCost, ModelTrace, PiecewiseCost, find_plan, predict
 from mgwfbp.planners import plan_optimal
-from tests.examples import end_by_hand, linear_costs, make_trace, partitions, piecewise_costs, table_costs, traces
+from tests.examples import (
+    end_by_hand,
+    linear_costs,
+    make_trace,
+    partitions,
+    piecewise_costs,
+    table_costs,
+    traces,
+    whole_piecewise_costs,
+)
 
 any_cost: st.SearchStrategy[Cost] = st.one_of(linear_costs, table_costs())
 
@@ -25,8 +34,18 @@ def test_optimal_equals_exhaustive_search_in_time_and_in_number_of_messages(trac
     assert plan.num_groups == fewest
 
 
-@given(traces(max_layers=8), piecewise_costs())
+@given(traces(), whole_piecewise_costs())
+@settings(max_examples=200)
 def test_optimal_equals_exhaustive_search_on_measured_curves(trace: ModelTrace, cost: PiecewiseCost) -> None:
+    ends = {sizes: end_by_hand(trace, cost, sizes) for sizes in partitions(len(trace.layers))}
+    shortest = min(ends.values())
+    plan = plan_optimal(trace, cost)
+    assert end_by_hand(trace, cost, plan.group_sizes) == shortest
+    assert plan.num_groups == min(len(sizes) for sizes, end in ends.items() if end == shortest)
+
+
+@given(traces(max_layers=8), piecewise_costs())
+def test_optimal_equals_exhaustive_search_on_curves_of_any_slope(trace: ModelTrace, cost: PiecewiseCost) -> None:
     shortest = min(end_by_hand(trace, cost, sizes) for sizes in partitions(len(trace.layers)))
     plan = plan_optimal(trace, cost)
     assert end_by_hand(trace, cost, plan.group_sizes) == pytest.approx(shortest, rel=1e-9, abs=1e-12)

@@ -89,6 +89,12 @@ def test_bucket_sizes_can_be_set() -> None:
     assert find_plan(trace, LinearCost(2, 0.0, 0.0), planner).group_sizes == (1, 2, 2)
 
 
+def test_horovods_buffer_is_closed_before_it_overflows() -> None:
+    trace = make_trace(list(range(1, 7)), [6, 5, 4, 20, 3, 3])
+    planner = partial(plan_bucket, first_bucket_bytes=10, bucket_bytes=10, may_exceed=False)
+    assert find_plan(trace, LinearCost(2, 0.0, 0.0), planner).group_sizes == (1, 2, 1, 2)
+
+
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5])
 def test_a_bucket_of_no_size_is_refused(bad: int) -> None:
     trace = make_trace([1], [10])
@@ -99,6 +105,8 @@ def test_a_bucket_of_no_size_is_refused(bad: int) -> None:
 def test_an_unknown_planner_is_refused_with_the_names_of_the_known() -> None:
     with pytest.raises(PlanError, match=r"'magic' is unknown.*wfbp, single, bucket, mgwfbp, optimal"):
         find_plan(make_trace([1], [1]), LinearCost(2, 0.0, 0.0), "magic")
+    with pytest.raises(PlanError, match="planner 3 is unknown"):
+        find_plan(make_trace([1], [1]), LinearCost(2, 0.0, 0.0), 3)  # type: ignore[arg-type]  # the point of the test
 
 
 def test_every_plan_states_its_bound_and_its_gap() -> None:

@@ -4,9 +4,11 @@ import copy
 import json
 import os
 import pickle
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -239,6 +241,52 @@ def test_a_timeline_whose_spans_run_backwards_is_refused() -> None:
         Timeline.from_json(data)
 
 
+def test_a_byte_order_mark_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"\xef\xbb\xbf" + TRACE.dumps().encode())
+    assert ModelTrace.load(path) == TRACE
+
+
+def test_forty_thousand_fields_are_looked_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("{" + ", ".join(f'"f{index}": 1' for index in [*range(40_000), 0]) + "}")
+    with pytest.raises(FormatError, match="'f0' stands twice"):
+        ModelTrace.load(path)
+
+
+def test_what_a_record_holds_cannot_be_changed() -> None:
+    trace = ModelTrace("toy", 1.0, TRACE.layers, {"spread": {"low": [1, 2]}})
+    with pytest.raises(TypeError, match="cannot be changed"):
+        trace.source["new"] = 1  # type: ignore[index]  # the point of the test
+    with pytest.raises(TypeError, match="cannot be changed"):
+        trace.source["spread"]["low"] = 3
+    assert trace.source["spread"]["low"] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (ModelTrace, ("m", 1.0, ("a",)), r"layers\[0\] is 'a', expected a LayerTrace"),
+        (ModelTrace, ("m", 1.0, None), "layers is None, expected a list"),
+        (ModelTrace, ("m", 1.0, TRACE.layers, {1: "a"}), "source cannot be written as JSON: the key 1"),
+        (ModelTrace, ("m", 1.0, TRACE.layers, {"x": float("nan")}), "source cannot be written as JSON"),
+        (LayerTrace, ("a", 1.0, 10**5000), "grad_bytes is a very large int"),
+        (ModelTrace, ("m", 1e308, (LayerTrace("a", 1e308, 1),)), "all backward_s together is inf"),
+        (ModelTrace, ("m", 1.0, tuple(LayerTrace(n, 1.0, 2**53) for n in "ab")), "all grad_bytes together"),
+        (PiecewiseCost, (2, None), "points is None, expected a list"),
+        (MergePlan, ("m", "p", None), "groups is None, expected a list"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_our_own_errors(kind: Any, values: Any, message: str) -> None:
+    with pytest.raises(MgwfbpError, match=message):
+        kind(*values)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    layer = LayerTrace("a", np.float32(0.5), np.int64(8))  # type: ignore[arg-type]  # the point of the test
+    assert (type(layer.backward_s), type(layer.grad_bytes)) == (float, int)
+
+
 def test_unknown_fields_are_left_alone() -> None:
     assert ModelTrace.from_json(damaged(TRACE, colour="blue")) == TRACE
 
@@ -254,6 +302,34 @@ def test_a_failed_write_leaves_the_old_file_and_no_scratch(tmp_path: Path, monke
     with pytest.raises(FileError, match="cannot be written: No space left"):
         TRACE.save(path)
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("trace.json", "old")]
+
+
+def test_a_write_replaces_the_file_and_does_not_touch_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+    with path.open() as reader:
+        TRACE.save(path)
+        assert reader.read() == "old"
+    assert ModelTrace.load(path) == TRACE
+
+
+def test_a_new_file_has_the_mode_the_user_asked_for(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        TRACE.save(tmp_path / "trace.json")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "trace.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    TRACE.save(pipe)
+    text, _ = reader.communicate(timeout=30)
+    assert text == TRACE.dumps()
+    assert pipe.is_fifo()
 
 
 def test_a_write_into_nowhere_is_refused(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_plain_points_may_have_comments_and_commas(tmp_path: Path) -> None:
         (read_points, "4 1e-5 9\n", "line 1: 3 columns, expected 2"),
         (read_points, "4 nan\n", "line 1: expected a number of 0 or more, found 'nan'"),
         (read_points, "-4 1\n", "line 1: expected a number"),
+        (read_points, "4.9 1\n", "line 1: expected a whole number of bytes, found '4.9'"),
         (read_points, "# nothing\n", "no row of plain"),
     ],
 )

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import (
+    CostError,
+    LayerTrace,
     LinearCost,
     MergePlan,
     ModelTrace,
@@ -17,7 +19,7 @@ from mgwfbp import (
     predict_naive,
     predict_parameter_server,
 )
-from tests.examples import linear_costs, make_trace, partitions, piecewise_costs, traces
+from tests.examples import TableCost, linear_costs, make_trace, partitions, piecewise_costs, traces
 
 COST = LinearCost(4, 2.0, 1.0)
 
@@ -84,6 +86,27 @@ def test_no_partition_is_below_the_lower_bound(trace: ModelTrace, cost: LinearCo
     bound_s = lower_bound_s(trace, cost)
     for sizes in partitions(len(trace.layers)):
         assert predict(trace, cost, MergePlan.of_sizes(trace, sizes)).iteration_s >= bound_s * (1 - 1e-9)
+
+
+def test_the_bound_holds_the_last_message_even_for_a_cost_nothing_is_known_of() -> None:
+    trace = make_trace([1, 2], [1, 3])
+    cost = TableCost((1.0, 2.0, 4.0, 8.0, 16.0))
+    assert lower_bound_s(trace, cost) == 2 + 8
+
+
+def test_waits_of_rounding_do_not_make_a_case() -> None:
+    # The message of the first gradient ends at 0.1 + 0.2, an ulp after the second is ready at 0.3.
+    trace = ModelTrace("ulp", 0.0, (LayerTrace("b", 0.1, 0), LayerTrace("a", 0.2 - 1e-17, 0)))
+    timeline = predict(trace, LinearCost(2, 0.2, 0.0), MergePlan.of_sizes(trace, [1, 1]))
+    assert timeline.case == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_a_cost_that_is_no_time_is_refused(bad: float) -> None:
+    trace = make_trace([1, 2], [1, 1])
+    for planner in ("wfbp", "optimal"):
+        with pytest.raises(CostError):
+            find_plan(trace, TableCost((bad, bad)), planner)
 
 
 @given(traces(), linear_costs)

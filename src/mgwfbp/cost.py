@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
 
 from mgwfbp.errors import CostError, FormatError
-from mgwfbp.record import Fields, Record, check_count, check_free_form, check_real, naming, read_json
+from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real, naming, read_json
 from mgwfbp.units import format_bytes, format_seconds, quote
 
 __all__ = ["Cost", "LinearCost", "PiecewiseCost", "cheapest_s", "load_cost"]
@@ -108,7 +108,8 @@ class PiecewiseCost(Record):
 
     def __post_init__(self) -> None:
         _check_common(self)
-        points = tuple(_check_point(index, point) for index, point in enumerate(self.points))
+        listed = check_items(self.points, object, "points", CostError)
+        points = tuple(_check_point(index, point) for index, point in enumerate(listed))
         if len(points) < 2:
             raise CostError(f"points: {len(points)} given, a curve needs 2 or more (for one number use kind 'linear')")
         slopes = []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import CostError
-from mgwfbp.record import check_count, check_real
+from mgwfbp.record import check_count, check_items, check_real
 from mgwfbp.units import quote
 
 __all__ = ["Fit", "FitKind", "Sample", "fit"]
@@ -26,8 +26,12 @@ LINE_IS_GOOD_ENOUGH = 0.10
 # A curve gets more segments only while its mean relative error is further than this from that of the most segments.
 SEGMENT_IS_WORTH = 0.005
 MAX_SEGMENTS = 8
+# No clock measures less; relative errors of next to nothing mean nothing.
+SHORTEST_S = 1e-12
 # Knots are looked for among at most so many sizes; errors are taken over all of them.
 MAX_KNOTS = 96
+# So many sizes, evenly picked, are enough to see any curve; and so many of the largest to see where it ends.
+MAX_SIZES, NEAR_LARGEST = 1000, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ def fit(
     """Fit a cost to samples; several samples of one size count as their median.
 
     ``linear`` minimises the sum of relative errors of ``a + b M`` with a and b not negative. ``piecewise`` joins up to
-    eight segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less.
+    eight segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less,
+    or if no curve is nearer.
 
     >>> found = fit([(1000, 0.0012), (2000, 0.0014), (4000, 0.0018)], workers=4)
     >>> found.cost
@@ -55,20 +60,22 @@ def fit(
     if kind not in get_args(FitKind):
         raise CostError(f"kind is {quote(kind)}, expected 'auto', 'linear' or 'piecewise'")
     sizes, times = _medians(samples)
-    if kind != "piecewise":
-        line = _fit_linear(sizes, times, workers, source or {})
-        if kind == "linear" or line.mean_error <= LINE_IS_GOOD_ENOUGH:
-            return line
-    return _fit_piecewise(sizes, times, workers, source or {})
+    if kind == "piecewise":
+        return _fit_piecewise(sizes, times, workers, source or {})
+    line = _fit_linear(sizes, times, workers, source or {})
+    if kind == "linear" or line.mean_error <= LINE_IS_GOOD_ENOUGH:
+        return line
+    curve = _fit_piecewise(sizes, times, workers, source or {})
+    return min(curve, line, key=lambda found: found.mean_error)
 
 
 def _medians(samples: Sequence[Sample]) -> tuple[_Floats, _Floats]:
     checked = []
-    for index, (size, time) in enumerate(samples):
+    for index, (size, time) in enumerate(check_items(samples, tuple, "samples", CostError)):
         num_bytes = check_count(size, f"samples[{index}], bytes,", CostError)
         seconds = check_real(time, f"samples[{index}], seconds,", CostError)
-        if seconds == 0:
-            raise CostError(f"samples[{index}]: {num_bytes} bytes in 0 s, expected a time above 0")
+        if seconds < SHORTEST_S:
+            raise CostError(f"samples[{index}]: {num_bytes} bytes in {seconds:g} s, expected {SHORTEST_S:g} s or more")
         checked.append((num_bytes, seconds))
     by_size = groupby(sorted(checked), key=lambda sample: sample[0])
     rows = [(size, median(time for _, time in group)) for size, group in by_size]
@@ -112,9 +119,10 @@ def _weighted_median(values: _Floats, weights: _Floats) -> float:
 
 def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping[str, Any]) -> Fit:
     """Choose knots among the sizes, on the nearest curve that never falls, that leave the least relative error."""
-    level = _never_falling(times)
-    spread = np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_KNOTS))
-    knots = np.unique(spread.round().astype(int))
+    kept = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_SIZES)).round().astype(int))
+    all_sizes, all_times, sizes, times = sizes, times, sizes[kept], times[kept]
+    level = _never_falling(np.append(times[:-1], _largest_s(sizes, times)))
+    knots = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_KNOTS)).round().astype(int))
     error = np.full((len(knots), len(knots)), np.inf)  # of the segment from one knot to another, first end included
     for row, first in enumerate(knots):
         for column in range(row + 1, len(knots)):
@@ -137,7 +145,23 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     goal = min(total for total, _ in curves) + SEGMENT_IS_WORTH * len(sizes)
     _, chosen = next(curve for curve in curves if curve[0] <= goal)
     points = tuple((int(sizes[index]), float(level[index])) for index in knots[chosen])
-    return _judge(PiecewiseCost(workers, points, source), sizes, times)
+    return _judge(PiecewiseCost(workers, points, source), all_sizes, all_times)
+
+
+def _largest_s(sizes: _Floats, times: _Floats) -> float:
+    """Return the time of the largest size as it and those near it have it.
+
+    It is always a knot and sets the slope of all that is larger, with no neighbour beyond it to outvote it. So it is
+    put on the line through the sizes down to a sixteenth: the median of the slopes between all pairs (Theil and Sen),
+    which one wrong size in five does not move.
+    """
+    near = max(len(sizes) - NEAR_LARGEST, min(len(sizes) - 5, int(np.searchsorted(sizes, sizes[-1] / 16))))
+    if near < 0:
+        return float(times[-1])
+    x, y = sizes[near:], times[near:]
+    first, second = np.triu_indices(len(x), 1)
+    slope = np.median((y[second] - y[first]) / (x[second] - x[first]))
+    return max(float(np.median(y - slope * x) + slope * x[-1]), SHORTEST_S)
 
 
 def _may_be_last(ends: _Floats, end_times: _Floats, sizes: _Floats, level: _Floats) -> bool:

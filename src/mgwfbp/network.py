@@ -1,6 +1,5 @@
 """A link and an all-reduce algorithm: what N workers pay for a message, the paper's Table II."""
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ __all__ = ["ALGORITHMS", "PRESETS", "Network", "load_network"]
 
 
 def _binary_tree(workers: int, alpha: float, beta: float, gamma: float) -> tuple[float, float]:
-    levels = math.ceil(math.log2(workers))
+    levels = (workers - 1).bit_length()
     return 2 * alpha * levels, (2 * beta + gamma) * levels
 
 

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any, ClassVar, Self
 
 from mgwfbp.errors import PlanError
-from mgwfbp.record import Fields, Record, check_free_form, check_text
-from mgwfbp.trace import ModelTrace, first_repeated
+from mgwfbp.record import Fields, Record, check_free_form, check_items, check_text, first_repeated
+from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
 __all__ = ["MergePlan"]
@@ -31,7 +31,8 @@ class MergePlan(Record):
     def __post_init__(self) -> None:
         check_text(self.model, "model", PlanError)
         check_text(self.planner, "planner", PlanError)
-        groups = tuple(_check_group(index, group) for index, group in enumerate(self.groups))
+        listed = check_items(self.groups, object, "groups", PlanError)
+        groups = tuple(_check_group(index, group) for index, group in enumerate(listed))
         if not groups:
             raise PlanError("groups: empty, expected at least one message")
         object.__setattr__(self, "groups", groups)

@@ -7,15 +7,16 @@ A record is a frozen dataclass that derives from `Record`. It says its `FORMAT`,
 import gzip
 import json
 import math
+import numbers
 import operator
 import os
 import tempfile
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from mgwfbp.errors import FileError, FormatError, MgwfbpError
 from mgwfbp.units import quote
@@ -25,8 +26,11 @@ __all__ = [
     "Record",
     "check_count",
     "check_free_form",
+    "check_items",
     "check_real",
     "check_text",
+    "first_repeated",
+    "naming",
     "read_json",
     "read_text",
     "write_text",
@@ -35,10 +39,12 @@ __all__ = [
 # A trace of 100,000 layers is about 10 MB. Anything much larger is another kind of file.
 MAX_FILE_BYTES = 64 * 2**20
 
+T = TypeVar("T")
+
 
 def check_real(value: object, what: str, error: type[MgwfbpError]) -> float:
     """Return ``value`` as a float, or raise unless it is a finite number of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise error(f"{what} is {quote(value)}, expected a number")
     try:
         number = float(value)
@@ -71,16 +77,55 @@ def check_text(value: object, what: str, error: type[MgwfbpError]) -> str:
     return value
 
 
-def check_free_form(value: object, what: str, error: type[MgwfbpError]) -> dict[str, Any]:
-    """Return a deep copy of a free-form JSON object, or raise unless JSON can hold it."""
+def check_items(value: object, kind: type[T], what: str, error: type[MgwfbpError]) -> tuple[T, ...]:
+    """Return ``value`` as a tuple, or raise unless it is a sequence of one kind of thing."""
+    if not isinstance(value, (list, tuple)):
+        raise error(f"{what} is {quote(value)}, expected a list")
+    for index, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise error(f"{what}[{index}] is {quote(item)}, expected a {kind.__name__}")
+    return tuple(value)
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that is not changed after it was made, so that a frozen record is frozen all through."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a record's content cannot be changed; make a new record with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]  # dicts cannot be hashed, ones that do not change can
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[dict[str, Any]]]:
+        return type(self), (dict(self),)
+
+
+def check_free_form(value: object, what: str, error: type[MgwfbpError]) -> FrozenDict:
+    """Return a deep, frozen copy of a free-form JSON object, or raise unless JSON can hold it."""
     if not isinstance(value, Mapping):
         raise error(f"{what} is {quote(value)}, expected an object")
     try:
-        copy = json.loads(json.dumps(dict(value), allow_nan=False))
+        json.dumps(value, allow_nan=False, default=dict)
+        return FrozenDict((key, _freeze(item)) for key, item in _text_keys(value))
     except (TypeError, ValueError, RecursionError) as problem:
         raise error(f"{what} cannot be written as JSON: {problem}") from None
-    assert isinstance(copy, dict)  # noqa: S101 - tells the type checker what json.loads gave back
-    return copy
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenDict((key, _freeze(item)) for key, item in _text_keys(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    return value
+
+
+def _text_keys(mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, item in mapping.items():
+        if not isinstance(key, str):
+            raise TypeError(f"the key {quote(key)} is not a string")
+        yield key, item
 
 
 class Fields:
@@ -166,22 +211,28 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except MgwfbpError as error:
-        raise type(error)(f"{os.fspath(path)}: {error}") from error
+        raise type(error)(f"{show_path(path)}: {error}") from error
+
+
+def show_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as a message shows it: quoted if a control character or nothing at all is in it."""
+    name = os.fspath(path)
+    return name if name and name.isprintable() else repr(name)
 
 
 def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Read a UTF-8 file of a sane size, unpacked if its name ends in ``.gz``."""
-    name = os.fspath(path)
+    name = show_path(path)
     try:
         # A limit on what is read, not a look at the size first: it also holds for pipes.
-        with gzip.open(path) if name.endswith(".gz") else Path(path).open("rb") as file:
+        with gzip.open(path) if os.fspath(path).endswith(".gz") else Path(path).open("rb") as file:
             raw = file.read(max_bytes + 1)
     except (EOFError, zlib.error) as error:
         raise FormatError(f"{name}: not a whole gzip file: {error}") from error
     except OSError as error:
         raise FileError(f"{name}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a NUL byte in the name
-        raise FileError(f"{name!r}: cannot be read: {error}") from error
+        raise FileError(f"{name}: cannot be read: {error}") from error
     if len(raw) > max_bytes:
         raise FileError(f"{name}: larger than {max_bytes >> 20} MiB, more than is read of such a file")
     try:
@@ -195,17 +246,25 @@ def _reject_constant(name: str) -> None:
 
 
 def _reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+    repeated = first_repeated(name for name, _ in pairs)
+    if repeated is not None:
         raise FormatError(f"the field {quote(repeated)} stands twice in one object")
-    return data
+    return dict(pairs)
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that was there before, if any."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> object:
     """Parse a JSON file: no NaN, no infinity, no repeated field."""
-    name = os.fspath(path)
+    name = show_path(path)
     text = read_text(path, max_bytes=max_bytes)
     if not text.strip():
         raise FormatError(f"{name}: empty, expected JSON")
@@ -245,7 +304,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
                 Path(scratch).unlink()
             raise
     except (OSError, ValueError) as error:
-        raise FileError(f"{os.fspath(path)}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{show_path(path)}: cannot be written: {reason}") from error
 
 
 def _umask() -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from mgwfbp.cost import Cost, cheapest_s
-from mgwfbp.errors import FormatError, TimelineError
+from mgwfbp.errors import CostError, FormatError, TimelineError
 from mgwfbp.network import Network
 from mgwfbp.plan import MergePlan
-from mgwfbp.record import Fields, Record, check_count, check_real, check_text
+from mgwfbp.record import Fields, Record, check_count, check_items, check_real, check_text
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, quote
 
@@ -26,7 +26,7 @@ class Span:
     end_s: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(check_text(name, "layers", TimelineError) for name in self.layers))
+        object.__setattr__(self, "layers", check_items(self.layers, str, "layers", TimelineError))
         object.__setattr__(self, "num_bytes", check_count(self.num_bytes, "num_bytes", TimelineError))
         for name in ("ready_s", "start_s", "end_s"):
             object.__setattr__(self, name, check_real(getattr(self, name), name, TimelineError))
@@ -69,7 +69,7 @@ class Timeline(Record):
         check_text(self.planner, "planner", TimelineError)
         object.__setattr__(self, "workers", check_count(self.workers, "workers", TimelineError, minimum=1))
         for name in ("backward", "messages"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, check_items(getattr(self, name), Span, name, TimelineError))
             if not getattr(self, name):
                 raise TimelineError(f"{name}: empty, expected at least one span")
 
@@ -124,9 +124,11 @@ class Timeline(Record):
         1: no message waits for the one before it. 2: some do, but the last starts as soon as it is ready, so that
         only its own time is exposed, Eq. (11). 3: the last one waits; communication is the bottleneck.
         """
-        if self.messages[-1].wait_s > 0:
+        # A wait of less than one part in 10^12 is rounding.
+        waits = [message.wait_s > 1e-12 * message.start_s for message in self.messages]
+        if waits[-1]:
             return 3
-        return 2 if any(message.wait_s > 0 for message in self.messages) else 1
+        return 2 if any(waits) else 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``timeline.json``."""
@@ -204,9 +206,13 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
         group_ready_s = max(ready_s[name] for name in group)
         group_bytes = sum(grad_bytes[name] for name in group)
         start_s = max(link_free_s, group_ready_s)
-        link_free_s = start_s + cost(group_bytes)
+        link_free_s = start_s + _duration_s(cost, group_bytes)
         messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s))
     return _timeline(trace, cost.workers, plan.planner, messages)
+
+
+def _duration_s(cost: Cost, num_bytes: int) -> float:
+    return check_real(cost(num_bytes), f"the cost of a message of {num_bytes} bytes", CostError)
 
 
 def predict_naive(trace: ModelTrace, cost: Cost) -> Timeline:
@@ -216,7 +222,7 @@ def predict_naive(trace: ModelTrace, cost: Cost) -> Timeline:
     """
     messages, link_free_s = [], trace.compute_s
     for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True):
-        start_s, link_free_s = link_free_s, link_free_s + cost(layer.grad_bytes)
+        start_s, link_free_s = link_free_s, link_free_s + _duration_s(cost, layer.grad_bytes)
         messages.append(Span((layer.name,), layer.grad_bytes, ready_s, start_s, link_free_s))
     return _timeline(trace, cost.workers, "naive", messages)
 
@@ -243,7 +249,7 @@ def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
     r"""Return a time that no plan's step can undercut.
 
     The message that holds gradient j starts no earlier than :math:`r_j`, and it and those after it carry at least the
-    gradients from j on, so for every j
+    gradients from j on (leaving out what else it carries makes it no longer), so for every j
 
     .. math:: t_{iter} \ge r_j + T^*\Big(\sum_{i \ge j} m_i\Big)
 

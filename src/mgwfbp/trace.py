@@ -1,14 +1,23 @@
 """When each gradient is ready and how many bytes it has: `LayerTrace`, `ModelTrace`."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 from mgwfbp.errors import FormatError, TraceError
-from mgwfbp.record import Fields, Record, check_count, check_free_form, check_real, check_text
+from mgwfbp.record import (
+    Fields,
+    Record,
+    check_count,
+    check_free_form,
+    check_items,
+    check_real,
+    check_text,
+    first_repeated,
+)
 from mgwfbp.units import format_bytes, format_seconds, quote
 
 __all__ = ["LayerTrace", "ModelTrace", "load_trace", "recorded_traces"]
@@ -52,13 +61,15 @@ class ModelTrace(Record):
     def __post_init__(self) -> None:
         check_text(self.model, "model", TraceError)
         object.__setattr__(self, "forward_s", check_real(self.forward_s, "forward_s", TraceError))
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", check_items(self.layers, LayerTrace, "layers", TraceError))
         object.__setattr__(self, "source", check_free_form(self.source, "source", TraceError))
         if not self.layers:
             raise TraceError(f"model {quote(self.model)} has no layers, expected at least one gradient")
         repeated = first_repeated(layer.name for layer in self.layers)
         if repeated is not None:
             raise TraceError(f"layer {quote(repeated)} stands twice, expected every name once")
+        check_real(self.compute_s, "forward_s and all backward_s together", TraceError)
+        check_count(self.grad_bytes, "all grad_bytes together", TraceError)
 
     def __repr__(self) -> str:
         return (
@@ -130,13 +141,3 @@ def load_trace(name_or_path: str | os.PathLike[str]) -> ModelTrace:
     if not os.path.exists(name) and os.sep not in name and not name.endswith(".json"):  # noqa: PTH110 - NUL bytes
         raise TraceError(f"trace {quote(name)} is neither a file nor one of those that `mgwfbp traces` lists")
     return ModelTrace.load(name)
-
-
-def first_repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that was there before, if any."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None

@@ -33,5 +33,8 @@ def quote(value: object, limit: int = 60) -> str:
     >>> print(quote("a" * 100, limit=10))
     'aaaaaaaa…
     """
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        shown = f"a very large {type(value).__name__}"
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

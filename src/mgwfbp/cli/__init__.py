@@ -12,6 +12,7 @@ from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
 from mgwfbp.cli.measure import measure
+from mgwfbp.cli.output import talk
 from mgwfbp.cli.plan import plan
 from mgwfbp.cli.traces import traces
 from mgwfbp.errors import MgwfbpError
@@ -51,20 +52,29 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     try:
         status = typer.main.get_command(app).main(list(arguments), prog_name="mgwfbp", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "mgwfbp"
-        typer.echo(f"{where}: {error.format_message()} (see `{where} --help`)", err=True)
+        talk(f"{where}: {error.format_message()} (see `{where} --help`)")
         return error.exit_code
     except MgwfbpError as error:
         speaker = f"mgwfbp, rank {os.environ['RANK']}" if "RANK" in os.environ else "mgwfbp"
-        typer.echo(f"{speaker}: {error}", err=True)
+        talk(f"{speaker}: {error}")
         return 1
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # Whoever read our output has enough of it. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()  # whoever read our output has enough of it
+        return 1
+    except OSError as error:
+        _close_stdout()
+        talk(f"mgwfbp: the output cannot be written: {error.strerror or error}")
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _close_stdout() -> None:
+    """Send what is still in the buffer nowhere: Python would complain about it again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

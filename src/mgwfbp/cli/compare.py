@@ -1,6 +1,7 @@
 """``mgwfbp compare``: every planner on one line each."""
 
 import json
+import math
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +37,7 @@ def compare(
     model, network = load_trace(trace), load_cost(cost)
     rows = comparison(model, network, chosen)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return
     talk(f"{model!r}\n{network!r}")
     print_comparison(rows)
@@ -54,7 +55,7 @@ def comparison(trace: ModelTrace, cost: Cost, chosen: dict[str, Planner]) -> lis
                 "num_groups": plan.num_groups,
                 **plan.predicted,
                 "communication_s": timeline.communication_s,
-                "ratio": timeline.ratio if timeline.compute_s else None,
+                "ratio": timeline.ratio if math.isfinite(timeline.ratio) else None,
                 "speedup": timeline.speedup,
                 "efficiency": timeline.efficiency,
                 "case": timeline.case,

@@ -10,6 +10,7 @@ from mgwfbp.cli.output import talk, write_record
 from mgwfbp.fit import FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
 from mgwfbp.network import PRESETS, load_network
+from mgwfbp.record import naming
 
 __all__ = ["cost"]
 
@@ -40,8 +41,12 @@ def cost(
         return
     samples = SWEEP_READERS[name](path)
     source = {"sweep": name, "file": Path(path).name}
-    found = fit(samples, workers, kind=kind, source=source)
+    with naming(path):
+        found = fit(samples, workers, kind=kind, source=source)
     write_record(found.cost, output)
     talk(
         f"{found.cost!r}: mean error {found.mean_error:.1%}, worst {found.worst_error:.1%} over {found.num_sizes} sizes"
     )
+    largest = max(size for size, _ in samples)
+    if found.cost(2 * largest) == found.cost(largest):
+        talk("the times do not grow with the size, so larger messages would be free: measure larger ones")

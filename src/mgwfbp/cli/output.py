@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +16,9 @@ __all__ = ["print_table", "talk", "write_record"]
 
 
 def talk(message: str) -> None:
-    """Say something that is not the result."""
-    typer.echo(message, err=True)
+    """Say something that is not the result; nobody need be there to hear it."""
+    with suppress(OSError):
+        typer.echo(message, err=True)
 
 
 def write_record(record: Record, path: str | None) -> None:
@@ -29,14 +32,17 @@ def write_record(record: Record, path: str | None) -> None:
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under titles, the first column to the left, the others to the right."""
-    if sys.stdout.isatty():
-        table = Table()
+    if sys.stdout is not None and sys.stdout.isatty():
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for index, title in enumerate(titles):
             table.add_column(title, justify="right" if index else "left", no_wrap=True)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))  # Text: a name like [red] is no markup
-        Console().print(table)
-        return
+        console = Console()
+        if table.__rich_measure__(console, console.options.update(max_width=10_000)).maximum <= console.width:
+            console.print(table)
+            return
+    # A pipe, or a terminal too narrow for the table: whole words and lines that the terminal may wrap.
     widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
     for row in (titles, *rows):
         cells = [

@@ -39,7 +39,7 @@ _Row = tuple[int, str, str, float]  # line number, bytes, time, seconds in a uni
 def _read(path: str | os.PathLike[str], what: str, rows: Callable[[list[str]], Iterator[_Row]]) -> list[Sample]:
     lines = read_text(path).splitlines()
     with naming(path):
-        samples = [(int(_number(line, size)), _number(line, time) * scale) for line, size, time, scale in rows(lines)]
+        samples = [(_whole(line, size), _number(line, time) * scale) for line, size, time, scale in rows(lines)]
         if not samples:
             raise FormatError(f"no row of {what} output found; is it the file you meant?")
     return samples
@@ -53,6 +53,13 @@ def _number(line: int, word: str) -> float:
     if not math.isfinite(number) or number < 0:
         raise FormatError(f"line {line}: expected a number of 0 or more, found {quote(word)}")
     return number
+
+
+def _whole(line: int, word: str) -> int:
+    number = _number(line, word)
+    if not number.is_integer():
+        raise FormatError(f"line {line}: expected a whole number of bytes, found {quote(word)}")
+    return int(number)
 
 
 def _osu_rows(lines: list[str]) -> Iterator[_Row]:

@@ -48,7 +48,7 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
     (how far above it the plan is, as a fraction). For other bucket sizes pass a function:
     ``functools.partial(plan_bucket, bucket_bytes=5 * 2**20)``.
     """
-    if isinstance(planner, str):
+    if not callable(planner):
         if planner not in PLANNERS:
             raise PlanError(f"planner {quote(planner)} is unknown, expected one of {', '.join(PLANNERS)}")
         planner = PLANNERS[planner]
@@ -60,6 +60,6 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
         "iteration_s": timeline.iteration_s,
         "exposed_s": timeline.exposed_s,
         "lower_bound_s": bound_s,
-        "gap": timeline.iteration_s / bound_s - 1 if bound_s else 0.0,
+        "gap": max(0.0, timeline.iteration_s / bound_s - 1) if bound_s else 0.0,
     }
     return replace(plan, predicted=predicted)

@@ -29,19 +29,23 @@ def plan_bucket(
     *,
     first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    may_exceed: bool = True,
 ) -> MergePlan:
-    """Fill buckets as PyTorch's DDP does: one is closed by the gradient that brings it to its size or beyond.
+    """Fill buckets of a given size: ``first_bucket_bytes`` the first, ``bucket_bytes`` the others.
 
-    ``first_bucket_bytes`` is the size of the first, ``bucket_bytes`` that of the others. Give both the same value for
-    the fusion buffer of Horovod (which closes a buffer before it overflows, not after).
+    PyTorch's DDP closes a bucket with the gradient that brings it to its size or beyond. Horovod, whose fusion buffer
+    has one size, closes it before the gradient that would bring it beyond: ``may_exceed=False``.
     """
     limit = check_count(first_bucket_bytes, "first_bucket_bytes", PlanError, minimum=1)
     later_limit = check_count(bucket_bytes, "bucket_bytes", PlanError, minimum=1)
     sizes, held, held_bytes = [], 0, 0
     for layer in trace.layers:
+        if held and not may_exceed and held_bytes + layer.grad_bytes > limit:
+            sizes.append(held)
+            held, held_bytes, limit = 0, 0, later_limit
         held += 1
         held_bytes += layer.grad_bytes
-        if held_bytes >= limit:
+        if may_exceed and held_bytes >= limit:
             sizes.append(held)
             held, held_bytes, limit = 0, 0, later_limit
     if held:

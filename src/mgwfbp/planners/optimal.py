@@ -26,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.errors import CostError
 from mgwfbp.plan import MergePlan
+from mgwfbp.record import check_real
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["plan_optimal"]
@@ -39,8 +41,8 @@ _Times = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
     """Find a plan with the shortest step, and among those one with the fewest messages.
 
-    Exact for every cost that never falls as the message grows. O(L) for a `LinearCost`; for any other cost at least
-    O(L^2), and as a rule no more.
+    Exact for every cost that never falls as the message grows. O(L) for a `LinearCost`; O(L^2) for any other to find
+    the shortest step, and no more than O(L^2) for each message of the plan to find the fewest.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 0.0, tuple(LayerTrace(name, 1.0, 1) for name in "dcba"))
@@ -82,6 +84,7 @@ def _linear_cuts(ready_s: Sequence[float], prefix_bytes: Sequence[int], cost: Li
         while window and window[-1][0] >= key:
             window.pop()
         window.append((key, last))
+    _check_end(earliest_s[-1])
     # [Note: ties] Backwards, with the deadline by which the first `last` gradients must have been sent: the message
     # that ends there takes in all it can. On a straight line it is never better to leave a gradient to the messages
     # before it, since every byte costs b wherever it travels.
@@ -99,14 +102,19 @@ def _linear_cuts(ready_s: Sequence[float], prefix_bytes: Sequence[int], cost: Li
     return cuts[::-1]
 
 
+def _check_end(end_s: float) -> None:
+    check_real(float(end_s), "the end of the last message of the best plan", CostError)
+
+
 def _general_cuts(ready_s: Sequence[float], prefix_bytes: Sequence[int], cost: Cost) -> list[int]:
     """Return where the messages of the best plan begin and end, for any cost that never falls."""
     ready = np.array([0.0, *ready_s])
     prefix = np.array(prefix_bytes, dtype=np.int64)
     times = _vectorized(cost)
     earliest_s = _earliest_ends(ready, prefix, cost, times)
+    _check_end(earliest_s[-1])
     latest_s = np.maximum(_latest_ends(ready, prefix, times, earliest_s[-1] * _TIE), earliest_s)
-    return _fewest_cuts(ready, prefix, cost, times, latest_s)
+    return _fewest_cuts(ready, prefix, times, latest_s)
 
 
 def _vectorized(cost: Cost) -> _Times:
@@ -150,37 +158,37 @@ def _latest_ends(
 def _fewest_cuts(
     ready: NDArray[np.float64],
     prefix: NDArray[np.int64],
-    cost: Cost,
     times: _Times,
     latest_s: NDArray[np.float64],
 ) -> list[int]:
     """Return the cuts of a plan that ends by ``latest_s[-1]`` with the fewest messages.
 
-    A label is a way to have sent the first `cut` gradients by `end_s` in `count` messages. Of the labels of one cut
-    only those are kept that end in time and that no other beats in both; ends before the next gradient is ready are
-    equal.
+    Round c finds for every cut the earliest end in c messages, from the cuts that round c - 1 reached earlier than any
+    round before it, and drops ends that come too late for the rest. The first round that reaches the last gradient in
+    time has the fewest messages.
     """
-    cuts, ends_s, counts, parents = [0], [0.0], [0], [-1]
-    for last in range(1, len(ready)):
-        starts = np.array(cuts)
-        reached_s = np.maximum(ends_s, ready[last]) + times(prefix[last] - prefix[starts])
-        (alive,) = np.nonzero(reached_s <= latest_s[last] * _TIE)
-        if alive.size == 0:
-            continue
-        used = np.array(counts)[alive] + 1
-        worth_s = np.maximum(reached_s[alive], ready[last + 1] if last + 1 < len(ready) else latest_s[-1])
-        order = np.lexsort((worth_s, used))
-        best_s = np.minimum.accumulate(worth_s[order])
-        kept = order[np.concatenate(([True], best_s[1:] < best_s[:-1]))]
-        for label in kept.tolist():
-            parent = int(alive[label])
-            start = cuts[parent]
-            cuts.append(last)
-            ends_s.append(max(ends_s[parent], float(ready[last])) + cost(int(prefix[last] - prefix[start])))
-            counts.append(int(used[label]))
-            parents.append(parent)
-    path, label = [], cuts.index(len(ready) - 1)  # labels of one cut stand in order of their count
-    while label >= 0:
-        path.append(cuts[label])
-        label = parents[label]
-    return path[::-1]
+    # Ends before the next gradient is ready are worth the same.
+    next_ready = np.append(ready[1:], latest_s[-1])
+    worth_s = np.full(len(ready), np.inf)  # of the best end so far
+    ends_s = np.full(len(ready), np.inf)
+    worth_s[0] = ends_s[0] = 0.0
+    rounds: list[NDArray[np.intp]] = []  # for every cut where its last message starts
+    starts = np.array([0])
+    while True:
+        reached_s = np.full(len(ready), np.inf)
+        origin = np.zeros(len(ready), dtype=np.intp)
+        for start in starts.tolist():
+            arrival_s = np.maximum(ends_s[start], ready[start + 1 :]) + times(prefix[start + 1 :] - prefix[start])
+            (earlier,) = np.nonzero(arrival_s < reached_s[start + 1 :])
+            reached_s[start + 1 + earlier] = arrival_s[earlier]
+            origin[start + 1 + earlier] = start
+        rounds.append(origin)
+        reached_worth_s = np.maximum(reached_s, next_ready)
+        (starts,) = np.nonzero((reached_s <= latest_s * _TIE) & (reached_worth_s < worth_s))
+        ends_s, worth_s = reached_s, np.minimum(worth_s, reached_worth_s)
+        if starts.size and starts[-1] == len(ready) - 1:
+            break
+    cuts = [len(ready) - 1]
+    for origin in reversed(rounds):
+        cuts.append(int(origin[cuts[-1]]))
+    return cuts[::-1]
