@@ -3,13 +3,14 @@
 ::
 
     MgwfbpError
-    ├── FileError     (OSError)     a file cannot be read or written
-    ├── FormatError   (ValueError)  a file is not what it should be: JSON, format, missing field
-    ├── TraceError    (ValueError)  impossible layer or model
-    ├── CostError     (ValueError)  impossible all-reduce cost, or samples no cost can be fitted to
-    ├── NetworkError  (ValueError)  impossible or unknown network
-    ├── PlanError     (ValueError)  impossible plan, unknown planner, or a plan for another model
-    └── TimelineError (ValueError)  impossible timeline
+    ├── FileError       (OSError)     a file cannot be read or written
+    ├── FormatError     (ValueError)  a file is not what it should be: JSON, format, missing field
+    ├── TraceError      (ValueError)  impossible layer or model
+    ├── CostError       (ValueError)  impossible all-reduce cost, or samples no cost can be fitted to
+    ├── NetworkError    (ValueError)  impossible or unknown network
+    ├── PlanError       (ValueError)  impossible plan, unknown planner, or a plan for another model
+    ├── TimelineError   (ValueError)  impossible timeline
+    └── SimulationError (ValueError)  impossible scenario or cluster
 
 Each message is one line that says what was expected, what was found, and what to do.
 """
@@ -21,6 +22,7 @@ __all__ = [
     "MgwfbpError",
     "NetworkError",
     "PlanError",
+    "SimulationError",
     "TimelineError",
     "TraceError",
 ]
@@ -56,3 +58,7 @@ class PlanError(MgwfbpError, ValueError):
 
 class TimelineError(MgwfbpError, ValueError):
     """A timeline that cannot be."""
+
+
+class SimulationError(MgwfbpError, ValueError):
+    """A scenario or a cluster that cannot be simulated."""

@@ -11,7 +11,9 @@ import mgwfbp
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
+from mgwfbp.cli.paper import paper
 from mgwfbp.cli.plan import plan
+from mgwfbp.cli.simulate import simulate
 from mgwfbp.errors import MgwfbpError
 
 __all__ = ["app", "main"]
@@ -23,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, demo):
+for command in (compare, plan, cost, simulate, paper, demo):
     app.command()(command)
 
 

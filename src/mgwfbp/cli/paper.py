@@ -1,0 +1,121 @@
+"""``mgwfbp paper``: the paper's evaluation again, its own numbers beside ours."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Annotated, Any
+
+import typer
+
+from mgwfbp.cli.document import print_sections, to_markdown
+from mgwfbp.cli.options import Output
+from mgwfbp.cli.output import talk
+from mgwfbp.cli.paper_text import beyond_section, evaluation_sections
+from mgwfbp.cli.progress import show_progress
+from mgwfbp.cli.simulate import strategy_of
+from mgwfbp.errors import FileError
+from mgwfbp.network import PRESETS, Network, load_network
+from mgwfbp.planners import PLANNERS
+from mgwfbp.record import write_text
+from mgwfbp.simulate import Cluster, Grid, SweepRow, find_crossing, find_limits, sweep
+from mgwfbp.simulate.evaluation import compare_with_paper, paper_rows
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["paper", "paper_traces"]
+
+STRATEGIES = ("naive", "ps", "ps-sharded", "wfbp", "single", "mgwfbp", "optimal")
+BEYOND_STRATEGIES = ("wfbp", "single", "bucket", "mgwfbp", "optimal")
+BEYOND_WORKERS = (64, 256, 1024, 4096)
+# Without a trace of a modern GPU: a K80 trains ResNet-50 at some 50 images a second, a GPU of 2024 at some 2500.
+MODERN_SCALE = 1 / 50
+
+
+def paper_traces() -> dict[str, ModelTrace]:
+    """Load the traces that come with the package: GoogLeNet with batch 64 and ResNet-50 with batch 32 on a K80."""
+    names = {"googlenet": "googlenet-k80-b64", "resnet50": "resnet50-k80-b32"}
+    traces = {}
+    for model, name in names.items():
+        file = resources.files("mgwfbp") / "data" / "traces" / f"{name}.json"
+        if not file.is_file():
+            raise FileError(f"the trace {name} does not come with this version; give one with --{model} FILE")
+        with resources.as_file(file) as path:
+            traces[model] = ModelTrace.load(path)
+    return traces
+
+
+def paper(
+    googlenet: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Trace of GoogLeNet, if not the one that comes with mgwfbp.")
+    ] = None,
+    resnet50: Annotated[str | None, typer.Option(metavar="FILE", help="Trace of ResNet-50, likewise.")] = None,
+    modern: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Trace of a modern GPU or model, for what is past the paper; repeatable."),
+    ] = None,
+    network: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help=f"The paper's network, or another of {', '.join(PRESETS)}.")
+    ] = "10gbe",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object with all rows instead of tables.")] = False,
+    output: Output = None,
+) -> None:
+    """Repeat the paper's evaluation, and go past it: to 4096 workers and faster networks."""
+    given = {"googlenet": googlenet, "resnet50": resnet50}
+    traces = paper_traces() if None in given.values() else {}
+    traces |= {model: ModelTrace.load(path) for model, path in given.items() if path is not None}
+    link = load_network(network)
+    strategies = [strategy_of(name, dict(PLANNERS)) for name in STRATEGIES]
+    rows = {model: paper_rows(traces[model], link, strategies) for model in given}
+    beyond = _beyond(traces, [ModelTrace.load(path) for path in modern or ()], link)
+    if as_json:
+        text = json.dumps(_to_json(rows, beyond), indent=1) + "\n"
+    else:
+        sections = [*evaluation_sections(traces, rows, link), beyond_section(beyond)]
+        text = to_markdown("The paper's evaluation again (simulated)", sections)
+        if output is None:
+            print_sections(sections)
+            return
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_text(output, text)
+        talk(f"wrote {output}")
+
+
+def _beyond(traces: Mapping[str, ModelTrace], modern: Sequence[ModelTrace], link: Network) -> dict[str, list[SweepRow]]:
+    """Simulate more workers, faster networks and faster devices, by model."""
+    inside = PRESETS["nvlink3"]
+    sources = (
+        Cluster(link),
+        Cluster(PRESETS["100gbe"]),
+        Cluster(PRESETS["ib-hdr"], inside, 8),
+    )
+    strategies = tuple(strategy_of(name, dict(PLANNERS)) for name in BEYOND_STRATEGIES)
+    scales = (1.0,) if modern else (1.0, MODERN_SCALE)
+    jobs = [(f"{trace.model} (K80)" if modern else trace.model, trace, scales) for trace in traces.values()]
+    jobs += [(trace.model, trace, (1.0,)) for trace in modern]
+    found = {}
+    for name, trace, some_scales in jobs:
+        grid = Grid(sources, BEYOND_WORKERS, strategies, some_scales)
+        found[name] = list(show_progress(sweep(trace, grid), grid.num_points, name))
+    return found
+
+
+def _to_json(rows: Mapping[str, list[SweepRow]], beyond: Mapping[str, list[SweepRow]]) -> dict[str, Any]:
+    return {
+        "rows": {model: [row.to_json() for row in some] for model, some in rows.items()},
+        "crossing": {model: find_crossing(some) for model, some in rows.items()},
+        "gains": [
+            {
+                "model": model,
+                "workers": gain.published.workers,
+                "against": gain.published.against,
+                "paper": gain.published.gain,
+                "paper_how": gain.published.how,
+                **gain.ours,
+            }
+            for model, some in rows.items()
+            for gain in compare_with_paper(model, some)
+        ],
+        "beyond": {model: [row.to_json() for row in some] for model, some in beyond.items()},
+        "findings": {model: [str(finding) for finding in find_limits(some)] for model, some in beyond.items()},
+    }

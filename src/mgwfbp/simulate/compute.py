@@ -1,0 +1,76 @@
+"""When the slowest of N workers has each gradient ready, step by step."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgwfbp.errors import SimulationError
+from mgwfbp.record import check_count
+from mgwfbp.simulate.scenario import Scenario
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["slowest_ready_s"]
+
+_MAX_NUMBERS = 2**27  # 1 GiB
+_BLOCK_NUMBERS = 2**18  # few enough to stay in a processor's cache
+
+
+def slowest_ready_s(trace: ModelTrace, workers: int, scenario: Scenario) -> NDArray[np.float64]:
+    """Return when the slowest worker ends its forward pass (row 0) and has each gradient (rows 1 to L).
+
+    A column is a step. Times count computation only, from the start of the step; every worker starts a step when the
+    last message of the one before has ended, which is the same moment for all. So no more than this of the workers
+    matters to a message, which starts at the slowest. Without jitter all steps are alike and there is one column.
+
+    The same seed gives the same numbers, whatever the plan and the link: strategies are compared on the same luck.
+    """
+    count = check_count(workers, "workers", SimulationError, minimum=1)
+    scenario.check_workers(count)
+    spans_s = np.array([trace.forward_s, *(layer.backward_s for layer in trace.layers)])
+    slowdowns = np.ones(count) if scenario.jitter else np.ones(1)
+    if scenario.jitter:
+        slowdowns[: len(scenario.stragglers)] = scenario.stragglers
+        return _jittered(spans_s, slowdowns, scenario)
+    return np.cumsum(spans_s * scenario.slowest(count))[:, np.newaxis]
+
+
+def _jittered(spans_s: NDArray[np.float64], slowdowns: NDArray[np.float64], scenario: Scenario) -> NDArray[np.float64]:
+    """Draw the steps in blocks of mirrored pairs; the order of the draws does not depend on the size of a block."""
+    num_spans, num_workers = len(spans_s), len(slowdowns)
+    shared, own = math.sqrt(scenario.jitter_shared), math.sqrt(1 - scenario.jitter_shared)
+    num_rows = bool(shared) + num_spans * bool(own)
+    if max(num_rows * num_workers, num_spans * scenario.steps) > _MAX_NUMBERS:
+        raise SimulationError(
+            f"{scenario.steps} steps of {num_workers} workers with {num_spans - 1} gradients do not fit into 1 GiB; "
+            "simulate fewer steps, or share the jitter (jitter_shared = 1)"
+        )
+    generator = np.random.default_rng(scenario.seed)
+    ready_s = np.empty((num_spans, scenario.steps))
+    pairs_at_once = max(1, _BLOCK_NUMBERS // (num_rows * num_workers))
+    for first in range(0, scenario.steps // 2, pairs_at_once):
+        num_pairs = min(pairs_at_once, scenario.steps // 2 - first)
+        normals = generator.standard_normal((num_pairs, num_rows, num_workers))
+        if shared and own:
+            normals[:, 1:] *= own
+            normals[:, 1:] += shared * normals[:, :1]
+            normals = normals[:, 1:]
+        normals *= scenario.jitter
+        factors = np.exp(normals, out=normals)
+        for mirror in (0, 1):
+            if mirror:
+                np.reciprocal(factors, out=factors)  # exp(-x)
+            columns = slice(2 * first + mirror, 2 * (first + num_pairs), 2)
+            ready_s[:, columns] = _slowest_ends(spans_s, factors * slowdowns).T
+    return ready_s
+
+
+def _slowest_ends(spans_s: NDArray[np.float64], factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the end of each span on the slowest worker, (pair, span), from factors (pair, span or 1, worker)."""
+    if factors.shape[1] == 1:
+        # One factor for all spans of a worker: the worker with the largest is the slowest all along.
+        return np.cumsum(spans_s * factors.max(axis=2), axis=1)
+    factors *= spans_s[:, np.newaxis]
+    np.cumsum(factors, axis=1, out=factors)
+    slowest: NDArray[np.float64] = factors.max(axis=2)
+    return slowest
