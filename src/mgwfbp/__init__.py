@@ -15,6 +15,7 @@ from mgwfbp.errors import (
     MgwfbpError,
     NetworkError,
     PlanError,
+    SimulationError,
     TimelineError,
     TraceError,
 )
@@ -22,11 +23,13 @@ from mgwfbp.fit import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
+from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
 from mgwfbp.trace import LayerTrace, ModelTrace
 
 __all__ = [
     "PLANNERS",
+    "Cluster",
     "Cost",
     "CostError",
     "FileError",
@@ -41,6 +44,9 @@ __all__ = [
     "NetworkError",
     "PiecewiseCost",
     "PlanError",
+    "Scenario",
+    "Simulation",
+    "SimulationError",
     "Span",
     "Timeline",
     "TimelineError",
@@ -53,6 +59,7 @@ __all__ = [
     "predict",
     "predict_naive",
     "predict_parameter_server",
+    "simulate_steps",
 ]
 
 __version__ = "0.1.0"

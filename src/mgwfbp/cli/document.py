@@ -8,7 +8,7 @@ import typer
 
 from mgwfbp.cli.output import print_table
 
-__all__ = ["Grid", "Section", "print_sections", "to_markdown"]
+__all__ = ["Grid", "Part", "Section", "print_sections", "to_markdown"]
 
 _WIDTH = 100
 
@@ -21,12 +21,15 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
 
+Part = str | tuple[str, ...] | Grid
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what stands below it: paragraphs and tables in any order."""
+    """A heading and what stands below it, in any order: paragraphs, lists (tuples of lines) and tables."""
 
     title: str
-    parts: tuple[str | Grid, ...]
+    parts: tuple[Part, ...]
 
 
 def print_sections(sections: Sequence[Section]) -> None:
@@ -36,6 +39,9 @@ def print_sections(sections: Sequence[Section]) -> None:
         for part in section.parts:
             if isinstance(part, Grid):
                 print_table(part.titles, part.rows)
+            elif isinstance(part, tuple):
+                for line in part:
+                    typer.echo(textwrap.fill(line, _WIDTH, initial_indent="- ", subsequent_indent="  "))
             else:
                 typer.echo(textwrap.fill(part, _WIDTH))
             typer.echo("")
@@ -48,7 +54,10 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
         lines += ["", f"## {section.title}"]
         for part in section.parts:
             lines.append("")
-            lines += _markdown_table(part) if isinstance(part, Grid) else [part]
+            if isinstance(part, Grid):
+                lines += _markdown_table(part)
+            else:
+                lines += [f"- {line}" for line in part] if isinstance(part, tuple) else [part]
     return "\n".join(lines) + "\n"
 
 

@@ -28,16 +28,15 @@ def slowest_ready_s(trace: ModelTrace, workers: int, scenario: Scenario) -> NDAr
     count = check_count(workers, "workers", SimulationError, minimum=1)
     scenario.check_workers(count)
     spans_s = np.array([trace.forward_s, *(layer.backward_s for layer in trace.layers)])
-    slowdowns = np.ones(count) if scenario.jitter else np.ones(1)
-    if scenario.jitter:
-        slowdowns[: len(scenario.stragglers)] = scenario.stragglers
-        return _jittered(spans_s, slowdowns, scenario)
-    return np.cumsum(spans_s * scenario.slowest(count))[:, np.newaxis]
+    with np.errstate(over="ignore"):  # whoever uses the times sees that they are not finite
+        if scenario.jitter:
+            return _jittered(spans_s, count, scenario)
+        return np.cumsum(spans_s * scenario.slowest(count))[:, np.newaxis]
 
 
-def _jittered(spans_s: NDArray[np.float64], slowdowns: NDArray[np.float64], scenario: Scenario) -> NDArray[np.float64]:
+def _jittered(spans_s: NDArray[np.float64], num_workers: int, scenario: Scenario) -> NDArray[np.float64]:
     """Draw the steps in blocks of mirrored pairs; the order of the draws does not depend on the size of a block."""
-    num_spans, num_workers = len(spans_s), len(slowdowns)
+    num_spans = len(spans_s)
     shared, own = math.sqrt(scenario.jitter_shared), math.sqrt(1 - scenario.jitter_shared)
     num_rows = bool(shared) + num_spans * bool(own)
     if max(num_rows * num_workers, num_spans * scenario.steps) > _MAX_NUMBERS:
@@ -45,6 +44,8 @@ def _jittered(spans_s: NDArray[np.float64], slowdowns: NDArray[np.float64], scen
             f"{scenario.steps} steps of {num_workers} workers with {num_spans - 1} gradients do not fit into 1 GiB; "
             "simulate fewer steps, or share the jitter (jitter_shared = 1)"
         )
+    slowdowns = np.ones(num_workers)
+    slowdowns[: len(scenario.stragglers)] = scenario.stragglers
     generator = np.random.default_rng(scenario.seed)
     ready_s = np.empty((num_spans, scenario.steps))
     pairs_at_once = max(1, _BLOCK_NUMBERS // (num_rows * num_workers))

@@ -7,12 +7,12 @@ gains that its text states.
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mgwfbp.network import Network
 from mgwfbp.simulate.cluster import Cluster
 from mgwfbp.simulate.sweep import Grid, Strategy, SweepRow, sweep
-from mgwfbp.trace import ModelTrace
+from mgwfbp.trace import LayerTrace, ModelTrace
 
 __all__ = [
     "MEASURED_STARTUP_S",
@@ -22,6 +22,7 @@ __all__ = [
     "GainRow",
     "PublishedGain",
     "SizeBin",
+    "by_layer",
     "compare_with_paper",
     "paper_rows",
     "predict_allreduce",
@@ -56,6 +57,27 @@ PUBLISHED = (
     PublishedGain("resnet50", 64, "wfbp", 1.75, "simulated"),
     PublishedGain("resnet50", 64, "single", 1.45, "simulated"),
 )
+
+
+def by_layer(trace: ModelTrace) -> ModelTrace:
+    """Put the tensors of a module together, as the paper counts: its gradients are those of learnable layers.
+
+    A layer is ready when its last tensor is. Tensors belong together when their names agree up to the last dot.
+
+    >>> tensors = (LayerTrace("fc.bias", 1.0, 4), LayerTrace("fc.weight", 2.0, 40), LayerTrace("conv.weight", 3.0, 8))
+    >>> [(layer.name, layer.backward_s, layer.grad_bytes) for layer in by_layer(ModelTrace("toy", 0.0, tensors)).layers]
+    [('fc', 3.0, 44), ('conv', 3.0, 8)]
+    """
+    modules = [layer.name.rpartition(".")[0] or layer.name for layer in trace.layers]
+    last = {module: index for index, module in enumerate(modules)}
+    layers, waiting_s, waiting_bytes = [], 0.0, Counter[str]()
+    for index, (module, tensor) in enumerate(zip(modules, trace.layers, strict=True)):
+        waiting_s += tensor.backward_s
+        waiting_bytes[module] += tensor.grad_bytes
+        if last[module] == index:
+            layers.append(LayerTrace(module, waiting_s, waiting_bytes[module]))
+            waiting_s = 0.0
+    return replace(trace, layers=tuple(layers))
 
 
 def paper_rows(trace: ModelTrace, network: Network, strategies: Sequence[Strategy]) -> list[SweepRow]:

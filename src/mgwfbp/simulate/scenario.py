@@ -26,7 +26,7 @@ class Scenario:
     hence convex; the mean over pairs is also even, and an even convex function never falls from 0 upwards. So **more
     jitter never makes the mean step faster**, for every seed and not only on average. It needs no more of the
     workers than that times add up and the slowest counts. Each step for itself is distributed as if drawn alone, so
-    the mean is unbiased. Not covered: ``contention`` together with ``in_flight`` above 1.
+    the mean is unbiased. The proof leaves out ``contention`` together with ``in_flight`` above 1.
 
     **Contention.** While a message is under way all computation takes ``contention`` times as long.
 
