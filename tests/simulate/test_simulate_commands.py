@@ -215,8 +215,23 @@ def test_the_paper_s_numbers_as_json_agree_with_simulate(trace_file: str, capsys
     assert {gain["paper"] for gain in found["gains"]} == {1.20, 1.36, 1.78, 1.35, 1.75, 1.45}
     assert found["crossing"]["googlenet"] is not None
     assert {row["workers"] for row in found["beyond"]["toy"]} == {64, 256, 1024, 4096}
+    assert all(row["compute_s"] == pytest.approx(0.6 / 50) for row in found["beyond"]["toy"])
 
 
-def test_a_missing_trace_of_the_paper_is_named(capsys: pytest.CaptureFixture[str], trace_file: str) -> None:
-    assert run(["paper", "--googlenet", trace_file, "--resnet50", "no-such-trace.json"]) == 1
-    assert "no-such-trace.json" in capsys.readouterr().err
+@pytest.mark.parametrize("missing", ["no-such-trace.json", "no-such-trace", "no/such/trace"])
+def test_a_missing_trace_of_the_paper_is_named(
+    capsys: pytest.CaptureFixture[str], trace_file: str, missing: str
+) -> None:
+    assert run(["paper", "--googlenet", trace_file, "--resnet50", missing]) == 1
+    assert missing in capsys.readouterr().err
+
+
+def test_modern_traces_take_the_place_of_the_assumed_device(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = ["--googlenet", trace_file, "--resnet50", trace_file]
+    assert run(["paper", *traces, "--modern", trace_file, "--modern", trace_file, "--json"]) == 0
+    beyond = json.loads(capsys.readouterr().out)["beyond"]
+    assert list(beyond) == ["toy", "toy (2)"]
+    assert beyond["toy"] == beyond["toy (2)"]
+    assert min(row["compute_s"] for row in beyond["toy"]) == pytest.approx(0.6)  # not scaled

@@ -164,6 +164,19 @@ def test_another_message_in_flight_never_makes_any_step_slower(
     assert (more.iteration_s <= fewer.iteration_s * ROUNDING).all()
 
 
+@given(cases(), disturbances(), st.integers(1, 3), st.integers(0, 3))
+def test_a_disturbed_step_can_be_laid_out_in_time_and_is_as_long_as_it_says(
+    case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], scenario: Scenario, in_flight: int, step: int
+) -> None:
+    simulation = simulate_steps(*case, replace(scenario, in_flight=in_flight))
+    timeline = simulation.timeline(step)
+    assert timeline.iteration_s == pytest.approx(np.broadcast_to(simulation.iteration_s, 4)[step], rel=1e-12)
+    assert timeline.compute_s == pytest.approx(np.broadcast_to(simulation.compute_s, 4)[step], rel=1e-12)
+    ready = dict(zip((layer.name for layer in case[0].layers), (span.end_s for span in timeline.backward), strict=True))
+    for message in timeline.messages:
+        assert message.start_s * ROUNDING >= max(ready[name] for name in message.layers)
+
+
 def replay(case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], contention: float, num_ticks: int) -> float:
     """Return the end of the last message by walking through time in small ticks: an oracle that knows no formula."""
     trace, cost, plan = case
@@ -211,6 +224,30 @@ def test_contention_stretches_computation_by_hand() -> None:
     assert timeline.exposed_s == 3.0
 
 
+def test_computation_that_ends_beside_a_message_ends_late_by_hand() -> None:
+    # The message of c lasts from 5 to 15; the other 4 s of computation take 8 s beside it: b is ready at 9, a at 13.
+    slow = LinearCost(workers=2, startup_s=9.0, per_byte_s=0.1)
+    timeline = simulate_steps(TOY, slow, MergePlan.of_sizes(TOY, [1, 2]), Scenario(contention=2.0)).timeline()
+    assert [span.end_s for span in timeline.backward] == [5.0, 9.0, 13.0]
+    assert [(span.ready_s, span.start_s, span.end_s) for span in timeline.messages] == [
+        (5.0, 5.0, 15.0),
+        (13.0, 15.0, 26.0),
+    ]
+
+
+def test_contention_with_two_messages_in_flight_by_hand() -> None:
+    # c: 5 to 8. b is ready after 2 s of computation, 4 s beside messages if there is one all along: c until 8 gives
+    # 1.5 s, the last 0.5 s run free: start 8.5, start-up to 10.5, end 11.5. a: 1.5 s beside b, then 0.5 s free: 12.
+    simulation = simulate_steps(TOY, TOY_COST, ONE_EACH, Scenario(contention=2.0, in_flight=2))
+    assert simulation.starts_s[:, 0].tolist() == [5.0, 8.5, 12.0]
+    # With longer start-ups b starts while c is under way, at 5 + 4; the link stays busy until b ends.
+    slow = LinearCost(workers=2, startup_s=9.0, per_byte_s=0.1)
+    simulation = simulate_steps(TOY, slow, ONE_EACH, Scenario(contention=2.0, in_flight=2))
+    assert simulation.starts_s[:, 0].tolist() == [5.0, 9.0, 15.0]
+    assert simulation.ends_s[:, 0].tolist() == [15.0, 19.0, 25.0]
+    assert simulation.compute_s.tolist() == [13.0]
+
+
 def test_two_messages_in_flight_overlap_start_ups_and_not_bytes_by_hand() -> None:
     # Start-up 2 s, bytes 1 s. c: 5 to 8. b: ready 7, start-up to 9, bytes to 10. a: ready 9, start-up to 11, to 12.
     simulation = simulate_steps(TOY, TOY_COST, ONE_EACH, Scenario(in_flight=2))
@@ -228,6 +265,18 @@ def test_one_straggler_holds_all_workers_back() -> None:
     # Gradients at 10, 14, 18 s, every message done before the next is ready.
     assert slow.mean_iteration_s == 21.0
     assert slow.speedup == pytest.approx(2 * 9.0 / 21.0)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_stragglers_are_slower_with_jitter_too(shared: float) -> None:
+    free = LinearCost(4, 0.0, 0.0)
+    noisy = Scenario(jitter=0.1, jitter_shared=shared, steps=20)
+    usual = simulate_steps(TOY, free, ONE_EACH, noisy).iteration_s
+    all_slow = simulate_steps(TOY, free, ONE_EACH, replace(noisy, stragglers=(3.0,) * 4)).iteration_s
+    one_slow = simulate_steps(TOY, free, ONE_EACH, replace(noisy, stragglers=(3.0,))).iteration_s
+    assert all_slow == pytest.approx(3 * usual)
+    assert (one_slow > 1.5 * usual).all()
+    assert (one_slow <= all_slow).all()
 
 
 def test_the_same_seed_gives_the_same_steps_and_another_seed_others() -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from mgwfbp.simulate import Cluster, Grid, SweepRow, find_crossing, find_limits,
 from mgwfbp.simulate.evaluation import by_layer, compare_with_paper, paper_rows
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["paper", "paper_traces"]
+__all__ = ["load_trace", "paper", "paper_traces"]
 
 STRATEGIES = ("naive", "ps", "ps-sharded", "wfbp", "single", "mgwfbp", "optimal")
 BEYOND_STRATEGIES = ("wfbp", "single", "bucket", "mgwfbp", "optimal")
@@ -32,27 +33,33 @@ BEYOND_WORKERS = (64, 256, 1024, 4096)
 MODERN_SCALE = 1 / 50
 
 
-def paper_traces() -> dict[str, ModelTrace]:
-    """Load the traces that come with the package: GoogLeNet with batch 64 and ResNet-50 with batch 32 on a K80."""
-    names = {"googlenet": "googlenet-k80-b64", "resnet50": "resnet50-k80-b32"}
-    traces = {}
-    for model, name in names.items():
-        file = resources.files("mgwfbp") / "data" / "traces" / f"{name}.json"
-        if not file.is_file():
-            raise FileError(f"the trace {name} does not come with this version; give one with --{model} FILE")
-        with resources.as_file(file) as path:
-            traces[model] = ModelTrace.load(path)
-    return traces
+def paper_traces() -> dict[str, str]:
+    """Return the names of the traces to take for the paper's two models, of those that come with the package."""
+    return {"googlenet": "googlenet-k80-b64", "resnet50": "resnet50-k80-b32"}
+
+
+def load_trace(name_or_path: str) -> ModelTrace:
+    """Load a trace that comes with the package by its name, or read ``trace.json``."""
+    if "/" not in name_or_path and not name_or_path.endswith(".json"):
+        file = resources.files("mgwfbp") / "data" / "traces" / f"{name_or_path}.json"
+        if file.is_file():
+            with resources.as_file(file) as path:
+                return ModelTrace.load(path)
+        if not Path(name_or_path).is_file():
+            raise FileError(f"{name_or_path}: neither a file nor a trace that comes with mgwfbp; give a trace.json")
+    return ModelTrace.load(name_or_path)
 
 
 def paper(
     googlenet: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Trace of GoogLeNet, if not the one that comes with mgwfbp.")
+        str | None, typer.Option(metavar="NAME|FILE", help="Trace of GoogLeNet, if not the one that comes with mgwfbp.")
     ] = None,
-    resnet50: Annotated[str | None, typer.Option(metavar="FILE", help="Trace of ResNet-50, likewise.")] = None,
+    resnet50: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Trace of ResNet-50, likewise.")] = None,
     modern: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Trace of a modern GPU or model, for what is past the paper; repeatable."),
+        typer.Option(
+            metavar="NAME|FILE", help="Trace of a modern GPU or model, for what is past the paper; repeatable."
+        ),
     ] = None,
     per_tensor: Annotated[
         bool, typer.Option("--per-tensor", help="Count gradients by tensor; the paper counts by layer.")
@@ -65,15 +72,14 @@ def paper(
 ) -> None:
     """Repeat the paper's evaluation, and go past it: to 4096 workers and faster networks."""
     given = {"googlenet": googlenet, "resnet50": resnet50}
-    traces = paper_traces() if None in given.values() else {}
-    traces |= {model: ModelTrace.load(path) for model, path in given.items() if path is not None}
-    beyond_traces = [ModelTrace.load(path) for path in modern or ()]
+    traces = {model: load_trace(given[model] or name) for model, name in paper_traces().items()}
+    beyond_traces = [load_trace(name) for name in modern or ()]
     link = load_network(network)
     beyond = _beyond(beyond_traces or [scale_trace(trace, MODERN_SCALE) for trace in traces.values()], link)
     if not per_tensor:
         traces = {model: by_layer(trace) for model, trace in traces.items()}
     strategies = [strategy_of(name, dict(PLANNERS)) for name in STRATEGIES]
-    rows = {model: paper_rows(traces[model], link, strategies) for model in given}
+    rows = {model: paper_rows(traces[model], link, strategies) for model in traces}
     if as_json:
         text = json.dumps(_to_json(rows, beyond), indent=1) + "\n"
     else:
@@ -100,7 +106,12 @@ def _beyond(traces: Sequence[ModelTrace], link: Network) -> dict[str, list[Sweep
         Cluster(PRESETS["ib-hdr"], PRESETS["nvlink3"], 8),
     )
     grid = Grid(sources, BEYOND_WORKERS, tuple(strategy_of(name, dict(PLANNERS)) for name in BEYOND_STRATEGIES))
-    return {trace.model: list(show_progress(sweep(trace, grid), grid.num_points, trace.model)) for trace in traces}
+    found: dict[str, list[SweepRow]] = {}
+    for trace in traces:
+        # Two traces may be of one model, on different devices or with different batches.
+        name = trace.model if trace.model not in found else f"{trace.model} ({len(found) + 1})"
+        found[name] = list(show_progress(sweep(trace, grid), grid.num_points, name))
+    return found
 
 
 def _halving_doubling(link: Network) -> Network:

@@ -1,6 +1,7 @@
 """When the slowest of N workers has each gradient ready, step by step."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,29 +10,45 @@ from mgwfbp.errors import SimulationError
 from mgwfbp.record import check_count
 from mgwfbp.simulate.scenario import Scenario
 from mgwfbp.trace import ModelTrace
+from mgwfbp.units import quote
 
-__all__ = ["slowest_ready_s"]
+__all__ = ["Computation", "draw_computation"]
 
 _MAX_NUMBERS = 2**27  # 1 GiB
 _BLOCK_NUMBERS = 2**18  # few enough to stay in a processor's cache
 
 
-def slowest_ready_s(trace: ModelTrace, workers: int, scenario: Scenario) -> NDArray[np.float64]:
-    """Return when the slowest worker ends its forward pass (row 0) and has each gradient (rows 1 to L).
+@dataclass(frozen=True, slots=True, eq=False)
+class Computation:
+    """The computation of N workers, as far as messages care: when the slowest of them has each gradient ready.
 
-    A column is a step. Times count computation only, from the start of the step; every worker starts a step when the
-    last message of the one before has ended, which is the same moment for all. So no more than this of the workers
-    matters to a message, which starts at the slowest. Without jitter all steps are alike and there is one column.
+    Every worker starts a step when the last message of the one before has ended, which is the same moment for all, and
+    every message starts at the slowest. So no more than this of the workers matters. Times count computation only,
+    from the start of the step. Without jitter all steps are alike and have one column together.
+    """
+
+    trace: ModelTrace
+    workers: int
+    scenario: Scenario
+    ready_s: NDArray[np.float64]  # rows: end of the forward pass, then each gradient ready; a column is a step
+
+
+def draw_computation(trace: ModelTrace, workers: int, scenario: Scenario) -> Computation:
+    """Draw the steps of ``workers`` workers.
 
     The same seed gives the same numbers, whatever the plan and the link: strategies are compared on the same luck.
     """
     count = check_count(workers, "workers", SimulationError, minimum=1)
-    scenario.check_workers(count)
     spans_s = np.array([trace.forward_s, *(layer.backward_s for layer in trace.layers)])
-    with np.errstate(over="ignore"):  # whoever uses the times sees that they are not finite
+    slowest = scenario.slowest(count)
+    with np.errstate(over="ignore"):
         if scenario.jitter:
-            return _jittered(spans_s, count, scenario)
-        return np.cumsum(spans_s * scenario.slowest(count))[:, np.newaxis]
+            ready_s = _jittered(spans_s, count, scenario)
+        else:
+            ready_s = np.cumsum(spans_s * slowest)[:, np.newaxis]
+    if not np.isfinite(ready_s[-1]).all():
+        raise SimulationError(f"a step of {quote(trace.model)} takes longer than a number can hold; check the times")
+    return Computation(trace, count, scenario, ready_s)
 
 
 def _jittered(spans_s: NDArray[np.float64], num_workers: int, scenario: Scenario) -> NDArray[np.float64]:

@@ -4,10 +4,9 @@ from itertools import accumulate
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mgwfbp.cost import Cost
-from mgwfbp.trace import ModelTrace
+from mgwfbp.simulate.compute import Computation
 
 __all__ = ["NEAR", "Limit", "bandwidth_bound_s", "find_limit"]
 
@@ -16,17 +15,18 @@ Limit = Literal["computation", "bandwidth", "start-up"]
 NEAR = 0.05  # closer than this is "as good as"; real steps differ by as much from one to the next
 
 
-def bandwidth_bound_s(trace: ModelTrace, cost: Cost, ready_s: NDArray[np.float64]) -> float:
+def bandwidth_bound_s(computation: Computation, cost: Cost) -> float:
     r"""Return the mean step that start-up times of zero and one message per gradient would give.
 
     .. math:: \max_j\; r_j + T\Big(\sum_{i \ge j} m_i\Big) - T(0)
 
-    with the ready times of `slowest_ready_s`. Merging can bring a step down to this and no further (for a straight
-    line; a curve that is steeper for large messages can be undercut).
+    with the ready times of the slowest worker. Merging can bring a step down to this and no further (for a straight
+    line; on a curve that is steeper for large messages it may).
     """
-    later_bytes = list(accumulate(layer.grad_bytes for layer in reversed(trace.layers)))[::-1]
+    layers = computation.trace.layers
+    later_bytes = list(accumulate(layer.grad_bytes for layer in reversed(layers)))[::-1]
     bytes_s = np.array([cost(num_bytes) - cost(0) for num_bytes in later_bytes])
-    return float((ready_s[1:] + bytes_s[:, np.newaxis]).max(axis=0).mean())
+    return float((computation.ready_s[1:] + bytes_s[:, np.newaxis]).max(axis=0).mean())
 
 
 def find_limit(iteration_s: float, compute_s: float, bound_s: float) -> Limit:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mgwfbp.cost import Cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
-from mgwfbp.simulate.compute import slowest_ready_s
+from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.trace import ModelTrace
@@ -47,7 +47,7 @@ def simulate_steps(
     >>> simulate_steps(trace, cost, plan, Scenario(jitter=0.1, steps=100))
     Simulation('toy' by 'by hand', 2 workers: 100 steps, 13.5 s in 2 messages, 4 s exposed)
     """
-    return send_messages(trace, cost, plan, slowest_ready_s(trace, cost.workers, scenario), scenario, overlap=overlap)
+    return send_messages(draw_computation(trace, cost.workers, scenario), cost, plan, overlap=overlap)
 
 
 @dataclass(slots=True)
@@ -104,12 +104,10 @@ def _clock(ready_s: _Times, work_s: _Times, start_s: _Times, end_s: _Times, cont
     )
 
 
-def send_messages(
-    trace: ModelTrace, cost: Cost, plan: MergePlan, ready_s: NDArray[np.float64], scenario: Scenario, *, overlap: bool
-) -> "Simulation":
-    """Simulate the communication alone, for computation that `slowest_ready_s` has drawn."""
+def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, overlap: bool = True) -> "Simulation":
+    """Simulate the communication beside a computation that is already drawn."""
+    trace, scenario, ready_s = computation.trace, computation.scenario, computation.ready_s
     plan.check_covers([layer.name for layer in trace.layers])
-    place = {layer.name: index for index, layer in enumerate(trace.layers, 1)}
     startup_s = cost(0)
     num_steps = ready_s.shape[1]
     starts_s, ends_s, works_s = (np.empty((plan.num_groups, num_steps)) for _ in range(3))
@@ -117,18 +115,19 @@ def send_messages(
     opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
     link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
     with np.errstate(over="ignore", invalid="ignore"):
-        for index, (last, num_bytes) in enumerate(_messages(trace, plan, place)):
+        for index, (last, num_bytes) in enumerate(_messages(trace, plan)):
             link.send(ready_s[last], startup_s, cost(num_bytes))
             starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
-    if not (np.isfinite(ends_s[-1]).all() and np.isfinite(ready_s[-1]).all()):
-        raise SimulationError(f"a step of {quote(trace.model)} takes longer than a number can hold; check the times")
-    return Simulation(trace, plan, cost.workers, scenario, ready_s, starts_s, ends_s, works_s)
+    if not np.isfinite(ends_s[-1]).all():
+        raise SimulationError(f"a step of {quote(trace.model)} takes longer than a number can hold; check the cost")
+    return Simulation(computation, plan, starts_s, ends_s, works_s)
 
 
-def _messages(trace: ModelTrace, plan: MergePlan, place: dict[str, int]) -> Iterable[tuple[int, int]]:
+def _messages(trace: ModelTrace, plan: MergePlan) -> Iterable[tuple[int, int]]:
     """Walk over the messages: the row of the gradient that is ready last, and the bytes."""
+    row_of = {layer.name: row for row, layer in enumerate(trace.layers, 1)}
     for group in plan.groups:
-        rows = [place[name] for name in group]
+        rows = [row_of[name] for name in group]
         yield max(rows), sum(trace.layers[row - 1].grad_bytes for row in rows)
 
 
@@ -140,26 +139,28 @@ class Simulation:
     one column for all of them. Times are seconds from the start of the step.
     """
 
-    trace: ModelTrace
+    computation: Computation
     plan: MergePlan
-    workers: int
-    scenario: Scenario
-    ready_s: NDArray[np.float64]  # computation until: forward pass done, then each gradient ready
     starts_s: NDArray[np.float64]
     ends_s: NDArray[np.float64]
     works_s: NDArray[np.float64]  # computation done when each message starts
 
     def __repr__(self) -> str:
         return (
-            f"Simulation({quote(self.trace.model)} by {quote(self.plan.planner)}, {self.workers} workers: "
-            f"{self.scenario.steps} steps, {format_seconds(self.mean_iteration_s)} in {self.plan.num_groups} messages, "
-            f"{format_seconds(self.mean_exposed_s)} exposed)"
+            f"Simulation({quote(self.computation.trace.model)} by {quote(self.plan.planner)}, {self.workers} workers: "
+            f"{self.computation.scenario.steps} steps, {format_seconds(self.mean_iteration_s)} in "
+            f"{self.plan.num_groups} messages, {format_seconds(self.mean_exposed_s)} exposed)"
         )
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part."""
+        return self.computation.workers
 
     @cached_property
     def compute_s(self) -> NDArray[np.float64]:
         """When the backward pass ends on the slowest worker, for each step."""
-        compute_s: NDArray[np.float64] = self._by_clock(self.ready_s[-1:])[0]
+        compute_s: NDArray[np.float64] = self._by_clock(self.computation.ready_s[-1:])[0]
         return compute_s
 
     @cached_property
@@ -186,7 +187,7 @@ class Simulation:
     @property
     def ratio(self) -> float:
         """How much longer the mean step is than the computation of one undisturbed worker, as a fraction of that."""
-        single_s = self.trace.compute_s
+        single_s = self.computation.trace.compute_s
         if single_s:
             return (self.mean_iteration_s - single_s) / single_s
         return float("inf") if self.mean_iteration_s else 0.0
@@ -207,34 +208,36 @@ class Simulation:
 
     def timeline(self, step: int = 0) -> Timeline:
         """Lay one step out in time; the computation shown is, gradient by gradient, that of the slowest worker."""
-        if not 0 <= step < self.scenario.steps:
-            raise SimulationError(f"step {step} was not simulated, expected 0 to {self.scenario.steps - 1}")
-        column = step if self.ready_s.shape[1] > 1 else 0
-        clock_s = self._by_clock(self.ready_s)[:, column].tolist()
+        trace, steps, ready_s = self.computation.trace, self.computation.scenario.steps, self.computation.ready_s
+        if not 0 <= step < steps:
+            raise SimulationError(f"step {step} was not simulated, expected 0 to {steps - 1}")
+        column = step if ready_s.shape[1] > 1 else 0
+        # Gradients come one after the other, also where rounding has it otherwise.
+        clock_s = np.maximum.accumulate(self._by_clock(ready_s)[:, column]).tolist()
         backward = [
             Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s)
-            for layer, start_s, end_s in zip(self.trace.layers, clock_s[:-1], clock_s[1:], strict=True)
+            for layer, start_s, end_s in zip(trace.layers, clock_s[:-1], clock_s[1:], strict=True)
         ]
-        place = {layer.name: index for index, layer in enumerate(self.trace.layers, 1)}
         messages = [
             Span(group, num_bytes, min(clock_s[last], start_s), start_s, end_s)
             for group, (last, num_bytes), start_s, end_s in zip(
                 self.plan.groups,
-                _messages(self.trace, self.plan, place),
+                _messages(trace, self.plan),
                 self.starts_s[:, column].tolist(),
                 self.ends_s[:, column].tolist(),
                 strict=True,
             )
         ]
         forward = Span((), 0, 0.0, 0.0, clock_s[0])
-        return Timeline(self.trace.model, self.plan.planner, self.workers, forward, tuple(backward), tuple(messages))
+        return Timeline(trace.model, self.plan.planner, self.workers, forward, tuple(backward), tuple(messages))
 
     def _by_clock(self, ready_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when, by the clock, so much computation is done. [Note: clock and work]."""
-        if self.scenario.contention == 1.0:
+        contention = self.computation.scenario.contention
+        if contention == 1.0:
             return ready_s
         clock_s = ready_s.copy()
         for start_s, end_s, work_s in zip(self.starts_s, self.ends_s, self.works_s, strict=True):
-            later_s = _clock(ready_s, work_s, start_s, end_s, self.scenario.contention)
+            later_s = _clock(ready_s, work_s, start_s, end_s, contention)
             clock_s = np.where(ready_s > work_s, later_s, clock_s)
         return clock_s

@@ -1,18 +1,16 @@
 """Many simulations: every strategy on every cluster, number of workers and scale, planned anew for each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_count, check_real
 from mgwfbp.simulate.cluster import CostSource
-from mgwfbp.simulate.compute import slowest_ready_s
+from mgwfbp.simulate.compute import draw_computation
 from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, send_messages
@@ -48,11 +46,13 @@ def _one_each(name: str) -> Planner:
 
 # What the paper compares with besides plans: naive S-SGD, Eq. (3), and TensorFlow's parameter server, of which it does
 # not say how many there were: one, or one for every worker.
-BASELINES: dict[str, Strategy] = {
-    "naive": Strategy("naive", _one_each("naive"), overlap=False),
-    "ps": Strategy("ps", _one_each("ps"), servers=lambda _: 1),
-    "ps-sharded": Strategy("ps-sharded", _one_each("ps-sharded"), servers=lambda workers: workers),
-}
+BASELINES: Mapping[str, Strategy] = MappingProxyType(
+    {
+        "naive": Strategy("naive", _one_each("naive"), overlap=False),
+        "ps": Strategy("ps", _one_each("ps"), servers=lambda _: 1),
+        "ps-sharded": Strategy("ps-sharded", _one_each("ps-sharded"), servers=lambda workers: workers),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +129,18 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
     for scale in grid.scales:
         scaled = scale_trace(trace, scale)
         for workers in grid.workers:
-            ready_s = slowest_ready_s(scaled, workers, scenario)
+            computation = draw_computation(scaled, workers, scenario)
             planned = scale_trace(scaled, scenario.slowest(workers))
             for source in grid.sources:
                 for strategy in grid.strategies:
                     cost = strategy.cost(source, workers)
                     plan = strategy.planner(planned, cost)
-                    result = send_messages(scaled, cost, plan, ready_s, scenario, overlap=strategy.overlap)
-                    yield _row(source.name, scale, strategy.name, result, cost, ready_s)
+                    result = send_messages(computation, cost, plan, overlap=strategy.overlap)
+                    yield _row(source.name, scale, strategy.name, result, cost)
 
 
-def _row(
-    network: str, scale: float, planner: str, result: Simulation, cost: Cost, ready_s: NDArray[np.float64]
-) -> SweepRow:
-    bound_s = bandwidth_bound_s(result.trace, cost, ready_s)
+def _row(network: str, scale: float, planner: str, result: Simulation, cost: Cost) -> SweepRow:
+    bound_s = bandwidth_bound_s(result.computation, cost)
     return SweepRow(
         network=network,
         scale=scale,
@@ -158,5 +156,5 @@ def _row(
         efficiency=result.efficiency,
         bandwidth_bound_s=bound_s,
         limit=find_limit(result.mean_iteration_s, result.mean_compute_s, bound_s),
-        steps=result.scenario.steps,
+        steps=result.computation.scenario.steps,
     )
