@@ -45,7 +45,7 @@ class LinearCost(Record):
     >>> round(cost(1_000_000), 8)
     0.00203364
     >>> cost
-    LinearCost(8 workers: 634 us + 1.4 ns/B)
+    LinearCost(8 workers: 633.6 us + 1.4 ns/B)
     """
 
     FORMAT: ClassVar[str] = "mgwfbp.cost/1"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import median
 from typing import Any, Literal, get_args
@@ -94,7 +94,7 @@ def _fit_linear(sizes: _Floats, times: _Floats, workers: int, source: Mapping[st
 
     low, high = 0.0, float(times.max())
     golden = (math.sqrt(5) - 1) / 2
-    while high - low > 1e-12 * high:
+    for _ in range(100):  # 0.618^100 is below a double's resolution
         left, right = high - golden * (high - low), low + golden * (high - low)
         if error(left) <= error(right):
             high = right
@@ -119,8 +119,8 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     for row, first in enumerate(knots):
         for column in range(row + 1, len(knots)):
             last = knots[column]
-            if column == len(knots) - 1 and level[last] == level[first] != level[0]:
-                continue  # a flat last segment would promise that larger messages are free
+            if column == len(knots) - 1 and not _may_be_last(sizes[[first, last]], level[[first, last]], sizes, level):
+                continue
             line = np.interp(sizes[first:last], sizes[[first, last]], level[[first, last]])
             error[row, column] = np.sum(np.abs(line - times[first:last]) / times[first:last])
     best = error[0]  # of a curve of so many segments from the first knot to each
@@ -138,6 +138,15 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     _, chosen = next(curve for curve in curves if curve[0] <= goal)
     points = tuple((int(sizes[index]), float(level[index])) for index in knots[chosen])
     return _judge(PiecewiseCost(workers, points, source), sizes, times)
+
+
+def _may_be_last(ends: _Floats, end_times: _Floats, sizes: _Floats, level: _Floats) -> bool:
+    """Say whether a segment may be the last: larger messages than were measured will go at its slope.
+
+    So noise must not decide it: where the sizes allow it spans a factor of 2, and it is not flat.
+    """
+    wide_enough = ends[0] <= max(sizes[-1] / 2, sizes[0])
+    return bool(wide_enough and (end_times[0] < end_times[1] or level[0] == level[-1]))
 
 
 def _never_falling(times: _Floats) -> _Floats:
@@ -160,4 +169,6 @@ def _middle(pool: list[float]) -> float:
 
 def _judge(cost: LinearCost | PiecewiseCost, sizes: _Floats, times: _Floats) -> Fit:
     errors = [abs(cost(int(size)) - time) / time for size, time in zip(sizes, times, strict=True)]
-    return Fit(cost, float(np.mean(errors)), float(np.max(errors)), len(errors))
+    found = Fit(cost, float(np.mean(errors)), float(np.max(errors)), len(errors))
+    quality = {"mean_error": found.mean_error, "worst_error": found.worst_error, "num_sizes": found.num_sizes}
+    return replace(found, cost=replace(cost, source={**cost.source, "fit": quality}))

@@ -175,7 +175,7 @@ def load_network(name_or_path: str | os.PathLike[str]) -> Network:
     """Return a preset by its name (any case) or read ``network.json``.
 
     >>> load_network("10GbE")
-    Network('10GbE': ring, 45.3 us, 10 Gbit/s)
+    Network('10GbE': ring, 45.26 us, 10 Gbit/s)
     """
     name = os.fspath(name_or_path)
     if name.lower() in PRESETS:

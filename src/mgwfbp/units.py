@@ -4,15 +4,15 @@ __all__ = ["format_bytes", "format_seconds", "quote"]
 
 
 def format_seconds(seconds: float) -> str:
-    """Three to four digits with the unit that suits.
+    """Up to four digits with the unit that suits.
 
-    >>> [format_seconds(s) for s in (0.0, 9.052e-5, 0.0123, 2.5)]
-    ['0 s', '90.5 us', '12.3 ms', '2.5 s']
+    >>> [format_seconds(s) for s in (0.0, 9.052e-5, 0.0123, 0.99999, 2.5)]
+    ['0 s', '90.52 us', '12.3 ms', '1 s', '2.5 s']
     """
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            return f"{seconds / scale:.4g} {unit}" if seconds >= 100 * scale else f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+        if seconds >= 0.99995 * scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds * 1e9:.4g} ns" if seconds else "0 s"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,7 +2,7 @@
 
 from mgwfbp.cli.compare import comparison, print_comparison
 from mgwfbp.cli.output import talk
-from mgwfbp.network import load_network
+from mgwfbp.cost import LinearCost
 from mgwfbp.planners import PLANNERS
 from mgwfbp.trace import LayerTrace, ModelTrace
 
@@ -10,14 +10,10 @@ __all__ = ["demo"]
 
 
 def demo() -> None:
-    """Show on a small model what merging gradients gains and why it must be planned."""
-    # Six gradients on 64 workers of 10GbE: the example of docs/optimality.md, in milliseconds and kilobytes.
-    times_ms, sizes_kb = (4, 4, 4, 4, 4, 4), (100, 100, 100, 100, 100, 100)
-    layers = [
-        LayerTrace(f"layer{6 - index}.weight", time * 1e-3, size * 1000)
-        for index, (time, size) in enumerate(zip(times_ms, sizes_kb, strict=True))
-    ]
-    trace = ModelTrace("example", 12e-3, tuple(layers))
-    cost = load_network("10GbE").cost(64)
-    talk(f"{trace!r}\n{cost!r}, 10GbE")
+    """Show on six gradients what merging gains and that it must be planned."""
+    # The example of docs/optimality.md, its units read as milliseconds and megabytes.
+    layers = tuple(LayerTrace(f"layer{number}.weight", 2e-3, 1_000_000) for number in range(6, 0, -1))
+    trace = ModelTrace("six layers", 6e-3, layers)
+    cost = LinearCost(workers=8, startup_s=3e-3, per_byte_s=1e-9)
+    talk(f"{trace!r}\n{cost!r}")
     print_comparison(comparison(trace, cost, dict(PLANNERS)))

@@ -45,7 +45,7 @@ def simulate_steps(
     >>> simulate_steps(trace, cost, plan, Scenario(contention=2.0)).mean_iteration_s  # 3 s of message 1 hide 1.5 s
     14.5
     >>> simulate_steps(trace, cost, plan, Scenario(jitter=0.1, steps=100))
-    Simulation('toy' by 'by hand', 2 workers: 100 steps, 13.5 s in 2 messages, 4 s exposed)
+    Simulation('toy' by 'by hand', 2 workers: 100 steps, 13.49 s in 2 messages, 4 s exposed)
     """
     return send_messages(draw_computation(trace, cost.workers, scenario), cost, plan, overlap=overlap)
 

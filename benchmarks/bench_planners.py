@@ -1,0 +1,43 @@
+"""How long the exact planner takes. `make bench`; results in planners.md."""
+
+import random
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, PiecewiseCost
+from mgwfbp.planners import plan_optimal
+
+LINE = LinearCost(8, 633.64e-6, 1.4e-9)
+# A start-up that grows with the message, two protocol switches, and the slope of large messages.
+CURVE = PiecewiseCost(
+    8, ((4, 9e-5), (8192, 2e-4), (12288, 6e-4), (2**18, 1.2e-3), (2**20, 2.9e-3), (2**24, 2.6e-2), (2**26, 9.5e-2))
+)
+
+
+def make_trace(num_layers: int) -> ModelTrace:
+    """A model of 100 MB whose backward pass takes 80 ms, split evenly over so many gradients on average."""
+    rng = random.Random(num_layers)
+    layers = [
+        LayerTrace(
+            f"layer{index}.weight",
+            rng.expovariate(num_layers / 0.08),
+            4 * int(rng.lognormvariate(0, 2) * 3.4e6 / num_layers),
+        )
+        for index in range(num_layers)
+    ]
+    return ModelTrace("random", 0.04, tuple(layers))
+
+
+@pytest.mark.parametrize("num_layers", [161, 1_000, 10_000, 100_000])
+def test_optimal_with_a_linear_cost(benchmark: BenchmarkFixture, num_layers: int) -> None:
+    trace = make_trace(num_layers)
+    plan = benchmark(plan_optimal, trace, LINE)
+    benchmark.extra_info["messages"] = plan.num_groups
+
+
+@pytest.mark.parametrize("num_layers", [161, 604, 2_000])
+def test_optimal_with_a_piecewise_cost(benchmark: BenchmarkFixture, num_layers: int) -> None:
+    trace = make_trace(num_layers)
+    plan = benchmark(plan_optimal, trace, CURVE)
+    benchmark.extra_info["messages"] = plan.num_groups

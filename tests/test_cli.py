@@ -1,0 +1,176 @@
+"""The commands as a user runs them: real processes, real files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost
+from tests.examples import make_trace
+
+TRACE = make_trace([2, 4, 6, 8, 10, 12], [1] * 6)
+COST = LinearCost(4, 3.0, 1.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    TRACE.save(tmp_path / "trace.json")
+    COST.save(tmp_path / "cost.json")
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mgwfbp", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_compare_prints_a_line_for_every_planner(folder: Path) -> None:
+    lines = run(folder, "compare", "--trace", "trace.json", "--cost", "cost.json").stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["planner", "messages"],
+        ["wfbp", "6"],
+        ["single", "1"],
+        ["bucket", "1"],
+        ["mgwfbp", "1"],
+        ["optimal", "2"],
+    ]
+
+
+def test_compare_gives_the_same_as_json(folder: Path) -> None:
+    rows = json.loads(run(folder, "compare", "--trace", "trace.json", "--cost", "cost.json", "--json").stdout)
+    best = rows[-1]
+    assert best["planner"] == "optimal"
+    assert (best["num_groups"], best["iteration_s"], best["exposed_s"], best["lower_bound_s"]) == (2, 18.0, 6.0, 16.0)
+    assert {"planner", "num_groups", "iteration_s", "exposed_s", "lower_bound_s"} <= set(rows[0])
+
+
+def test_compare_draws_a_table_on_a_terminal(folder: Path) -> None:
+    command = f"{sys.executable} -m mgwfbp compare --trace trace.json --cost cost.json"
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "COLUMNS": "120", "TERM": "xterm"},
+    )
+    assert "┏━" in done.stdout
+    assert "optimal" in done.stdout
+
+
+def test_bucket_sizes_are_options(folder: Path) -> None:
+    byte = str(1 / 2**20)
+    options = ("--bucket-mb", str(2 / 2**20), "--first-bucket-mb", byte)
+    rows = json.loads(run(folder, "compare", "--trace", "trace.json", "--cost", "cost.json", "--json", *options).stdout)
+    assert {row["planner"]: row["num_groups"] for row in rows}["bucket"] == 4  # 1 + 2 + 2 + 1
+
+
+def test_plan_writes_a_plan_that_covers_the_model(folder: Path) -> None:
+    run(folder, "plan", "--trace", "trace.json", "--cost", "cost.json", "-o", "plan.json")
+    plan = MergePlan.load(folder / "plan.json")
+    assert plan.group_sizes == (3, 3)
+    assert plan.predicted["iteration_s"] == 18.0
+
+
+def test_plan_goes_to_stdout_without_a_file(folder: Path) -> None:
+    done = run(folder, "plan", "--trace", "trace.json", "--cost", "cost.json", "--planner", "wfbp")
+    assert MergePlan.from_json(json.loads(done.stdout)).group_sizes == (1,) * 6
+
+
+def test_cost_fits_a_sweep(folder: Path) -> None:
+    (folder / "sweep.txt").write_text("".join(f"{size} {1e-4 + 1e-9 * size}\n" for size in (4, 1000, 10**6)))
+    done = run(folder, "cost", "--points", "sweep.txt", "--workers", "4", "-o", "c.json")
+    assert "mean error 0.0%" in done.stderr
+    assert isinstance(load_cost(folder / "c.json"), LinearCost)
+    run(folder, "cost", "--points", "sweep.txt", "--workers", "4", "--kind", "piecewise", "-o", "c.json")
+    assert isinstance(load_cost(folder / "c.json"), PiecewiseCost)
+
+
+def test_cost_of_a_preset_network(folder: Path) -> None:
+    run(folder, "cost", "--network", "10GbE", "--workers", "8", "-o", "c.json")
+    cost = load_cost(folder / "c.json")
+    assert isinstance(cost, LinearCost)
+    assert cost.startup_s == pytest.approx(633.64e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compare", "--trace", "trace.json"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--bucket-mb", "0"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--bucket-mb", "nan"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--planner", "magic"),
+        ("cost", "--workers", "0", "--network", "10gbe"),
+        ("cost", "--workers", "4"),
+        ("cost", "--workers", "4", "--osu", "a", "--points", "b"),
+        ("cost", "--workers", "4", "--network", "10gbe", "--kind", "piecewise"),
+        ("cost", "--workers", "4", "--points", "a", "--kind", "cubic"),
+        ("nonsense",),
+        ("compare", "--nonsense"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = run(folder, *arguments, status=2)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"trace.json": TRACE.dumps()[:50]}, "trace.json: not JSON"),
+        ({"trace.json": COST.dumps()}, "trace.json: format: expected 'mgwfbp.trace/1', found 'mgwfbp.cost/1'"),
+        ({"cost.json": COST.dumps().replace("3.0", "-3.0")}, "cost.json: startup_s is -3.0"),
+        ({"cost.json": COST.dumps().replace("3.0", "NaN")}, "cost.json: NaN is no number here"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_1_and_nothing_is_written(
+    folder: Path, files: dict[str, str], message: str
+) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    done = run(folder, "plan", "--trace", "trace.json", "--cost", "cost.json", "-o", "plan.json", status=1)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert sorted(entry.name for entry in folder.iterdir()) == ["cost.json", "trace.json"]
+
+
+def test_an_output_that_cannot_be_written_is_one_line_and_status_1(folder: Path) -> None:
+    done = run(folder, "plan", "--trace", "trace.json", "--cost", "cost.json", "-o", "none/plan.json", status=1)
+    assert done.stderr == "mgwfbp: none/plan.json: cannot be written: No such file or directory\n"
+
+
+def test_a_closed_pipe_ends_the_command_quietly(folder: Path) -> None:
+    big = ModelTrace("big", 0.0, make_trace(list(range(1, 5001)), [1] * 5000).layers)
+    big.save(folder / "trace.json")
+    command = f"{sys.executable} -m mgwfbp plan --trace trace.json --cost cost.json | head -c 10"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=60, check=True)  # noqa: S602
+    assert "Traceback" not in done.stderr
+    assert "Error" not in done.stderr
+
+
+def test_names_from_a_file_are_no_markup(folder: Path) -> None:
+    ModelTrace("[red]m[/red]\x1b[31m", 1.0, TRACE.layers).save(folder / "trace.json")
+    done = run(folder, "compare", "--trace", "trace.json", "--cost", "cost.json")
+    assert "[red]m[/red]\\x1b[31m" in done.stderr
+
+
+def test_help_and_version_and_demo_work(folder: Path) -> None:
+    assert "compare" in run(folder, "--help").stdout
+    assert run(folder, "--version").stdout.startswith("mgwfbp ")
+    assert "compare" in run(folder, status=2).stdout
+    assert "optimal" in run(folder, "demo").stdout

@@ -1,0 +1,141 @@
+"""Costs as functions, and fits against the curves their samples come from."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgwfbp import CostError, LinearCost, PiecewiseCost, fit
+from mgwfbp.cost import cheapest_s
+from tests.examples import linear_costs, partitions, piecewise_costs
+
+
+@given(piecewise_costs(), st.integers(0, 200), st.integers(0, 200))
+def test_a_piecewise_cost_never_falls(cost: PiecewiseCost, one: int, other: int) -> None:
+    assert cost(min(one, other)) <= cost(max(one, other)) * (1 + 1e-9)
+
+
+@given(piecewise_costs())
+def test_a_piecewise_cost_goes_through_its_points(cost: PiecewiseCost) -> None:
+    assert [cost(size) for size, _ in cost.points] == pytest.approx([time for _, time in cost.points])
+
+
+def test_a_piecewise_cost_is_flat_before_and_straight_beyond_its_points() -> None:
+    cost = PiecewiseCost(2, ((10, 1.0), (20, 2.0), (30, 4.0)))
+    assert [cost(size) for size in (0, 9, 15, 25, 40)] == [1.0, 1.0, 1.5, 3.0, 6.0]
+
+
+@given(st.one_of(linear_costs, piecewise_costs()), st.integers(0, 9))
+def test_no_split_is_cheaper_than_the_cheapest(cost: LinearCost | PiecewiseCost, num_bytes: int) -> None:
+    splits = list(partitions(num_bytes)) or [(0,)]
+    least_s = min(sum(cost(size) for size in split or (0,)) for split in splits)
+    assert cheapest_s(cost, num_bytes) <= least_s * (1 + 1e-9)
+
+
+@given(linear_costs, st.integers(0, 1000))
+def test_on_a_line_one_message_is_the_cheapest(cost: LinearCost, num_bytes: int) -> None:
+    assert cheapest_s(cost, num_bytes) == cost(num_bytes)
+
+
+SIZES = [4 * 2**power for power in range(24)]
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8))
+def test_a_line_is_found_from_samples_on_it(startup_s: float, per_byte_s: float) -> None:
+    found = fit([(size, startup_s + per_byte_s * size) for size in SIZES], 4, kind="linear")
+    assert isinstance(found.cost, LinearCost)
+    assert found.cost.startup_s == pytest.approx(startup_s, rel=1e-3)
+    assert found.cost.per_byte_s == pytest.approx(per_byte_s, rel=1e-3)
+    assert found.mean_error < 1e-4
+
+
+@given(st.randoms(use_true_random=False))
+def test_outliers_do_not_bend_the_line(rng: random.Random) -> None:
+    samples = [(size, 1e-4 + 1e-9 * size) for size in SIZES]
+    for index in rng.sample(range(len(samples)), 5):  # one in five is up to ten times too slow
+        samples[index] = (samples[index][0], samples[index][1] * rng.uniform(2, 10))
+    found = fit(samples, 4, kind="linear").cost
+    assert [found(size) for size in SIZES] == pytest.approx([1e-4 + 1e-9 * size for size in SIZES], rel=0.05)
+
+
+def protocol_switch(size: int) -> float:
+    """A jump and three slopes, as MPI libraries have them."""
+    if size <= 8192:
+        return 5e-5 + 2e-9 * size
+    if size <= 2**18:
+        return 2e-4 + 1.8e-9 * size
+    return 5e-4 + 1.2e-9 * size
+
+
+def test_a_curve_is_found_where_a_line_does_not_fit() -> None:
+    rng = random.Random(7)
+    sizes = [int(512 * 1.06**power) for power in range(140)]  # up to 1.7 MB
+    samples = [(size, protocol_switch(size) * rng.uniform(0.97, 1.03)) for size in sizes for _ in "123"]
+    line, curve = fit(samples, 4, kind="linear"), fit(samples, 4)
+    assert isinstance(curve.cost, PiecewiseCost)
+    assert curve.mean_error < 0.05 < 0.10 < line.mean_error
+    assert len(curve.cost.points) <= 9
+    # Beyond what was measured it goes on at the slope of large messages, not at that of the last bit of noise.
+    assert curve.cost(2**24) == pytest.approx(protocol_switch(2**24), rel=0.1)
+
+
+def test_auto_takes_the_line_when_it_fits() -> None:
+    rng = random.Random(3)
+    samples = [(size, (1e-4 + 1e-9 * size) * rng.uniform(0.92, 1.08)) for size in SIZES]
+    found = fit(samples, 4)
+    assert isinstance(found.cost, LinearCost)
+    assert found.mean_error <= 0.10
+    assert found.cost.source["fit"]["mean_error"] == found.mean_error
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(1e-7, 10)), min_size=2, max_size=40))
+def test_any_samples_of_two_sizes_give_a_valid_curve_and_a_valid_line(samples: list[tuple[int, float]]) -> None:
+    if len({size for size, _ in samples}) < 2:
+        with pytest.raises(CostError, match="2 or more"):
+            fit(samples, 2)
+        return
+    for kind in ("linear", "piecewise"):
+        found = fit(samples, 2, kind=kind)
+        assert 0 <= found.mean_error <= found.worst_error
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=2, max_size=8))
+def test_the_line_has_the_least_relative_error_there_is(samples: list[tuple[int, int]]) -> None:
+    by_size = {size: float(time) for size, time in samples}
+    if len(by_size) < 2:
+        return
+    points = sorted(by_size.items())
+
+    def error(startup_s: float, per_byte_s: float) -> float:
+        return sum(abs(startup_s + per_byte_s * size - time) / time for size, time in points) / len(points)
+
+    # The optimum of a linear programme is at a corner: through two points, or through one with a or b at 0.
+    corners = [(time, 0.0) for _, time in points] + [(0.0, time / size) for size, time in points if size]
+    for size, time in points:
+        for other_size, other_time in points:
+            if other_size > size:
+                slope = (other_time - time) / (other_size - size)
+                corners.append((time - slope * size, slope))
+    least = min(error(a, b) for a, b in [*corners, (0.0, 0.0)] if a >= 0 and b >= 0)
+    assert fit(points, 2, kind="linear").mean_error == pytest.approx(least, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "2 or more"),
+        ([(4, 1.0)], "2 or more"),
+        ([(4, 1.0), (8, 0.0)], r"samples\[1\]: 8 bytes in 0 s"),
+        ([(4, 1.0), (8, float("nan"))], r"samples\[1\], seconds, is nan"),
+        ([(-4, 1.0), (8, 1.0)], r"samples\[0\], bytes, is -4"),
+    ],
+)
+def test_samples_no_cost_can_be_fitted_to_are_refused(samples: list[tuple[int, float]], message: str) -> None:
+    with pytest.raises(CostError, match=message):
+        fit(samples, 2)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(CostError, match="kind is 'cubic'"):
+        fit([(1, 1.0), (2, 2.0)], 2, kind="cubic")  # type: ignore[arg-type]  # the point of the test

@@ -1,0 +1,111 @@
+"""The exact planner against exhaustive search and against itself."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgwfbp import PLANNERS, Cost, LayerTrace, LinearCost, ModelTrace, PiecewiseCost, find_plan, predict
+from mgwfbp.planners import plan_optimal
+from tests.examples import end_by_hand, linear_costs, make_trace, partitions, piecewise_costs, table_costs, traces
+
+any_cost: st.SearchStrategy[Cost] = st.one_of(linear_costs, table_costs())
+
+
+@given(traces(), any_cost)
+@settings(max_examples=300)
+def test_optimal_equals_exhaustive_search_in_time_and_in_number_of_messages(trace: ModelTrace, cost: Cost) -> None:
+    ends = {sizes: end_by_hand(trace, cost, sizes) for sizes in partitions(len(trace.layers))}
+    shortest = min(ends.values())
+    fewest = min(len(sizes) for sizes, end in ends.items() if end == shortest)
+    plan = plan_optimal(trace, cost)
+    assert end_by_hand(trace, cost, plan.group_sizes) == shortest
+    assert plan.num_groups == fewest
+
+
+@given(traces(max_layers=8), piecewise_costs())
+def test_optimal_equals_exhaustive_search_on_measured_curves(trace: ModelTrace, cost: PiecewiseCost) -> None:
+    shortest = min(end_by_hand(trace, cost, sizes) for sizes in partitions(len(trace.layers)))
+    plan = plan_optimal(trace, cost)
+    assert end_by_hand(trace, cost, plan.group_sizes) == pytest.approx(shortest, rel=1e-9, abs=1e-12)
+
+
+@given(traces(max_layers=40), st.one_of(any_cost, piecewise_costs()))
+def test_optimal_is_never_above_another_planner_nor_below_the_bound(trace: ModelTrace, cost: Cost) -> None:
+    best = find_plan(trace, cost, "optimal").predicted
+    for name in PLANNERS:
+        assert best["iteration_s"] <= find_plan(trace, cost, name).predicted["iteration_s"] * (1 + 1e-9)
+    assert best["lower_bound_s"] <= best["iteration_s"] * (1 + 1e-9)
+
+
+def random_trace(rng: random.Random, count: int) -> ModelTrace:
+    layers = [
+        LayerTrace(f"g{index}", rng.expovariate(1 / 3e-4), int(4 * 10 ** rng.uniform(1.5, 6.5)))
+        for index in range(count)
+    ]
+    return ModelTrace("random", 0.05, tuple(layers))
+
+
+@pytest.mark.parametrize("startup_s", [0.0, 1e-5, 6e-4, 5e-3])
+@pytest.mark.parametrize("per_byte_s", [0.0, 1e-11, 2e-9])
+def test_the_linear_and_the_quadratic_programme_agree_on_large_models(startup_s: float, per_byte_s: float) -> None:
+    trace = random_trace(random.Random(f"{startup_s} {per_byte_s}"), 700)
+    line = LinearCost(8, startup_s, per_byte_s)
+    same_as_curve = PiecewiseCost(8, ((0, startup_s), (10**9, startup_s + per_byte_s * 10**9)))
+    linear, quadratic = plan_optimal(trace, line), plan_optimal(trace, same_as_curve)
+    assert predict(trace, line, linear).iteration_s == pytest.approx(
+        predict(trace, line, quadratic).iteration_s, rel=1e-9
+    )
+    assert linear.num_groups == quadratic.num_groups
+
+
+@given(traces(max_layers=30), linear_costs, st.sampled_from([0.25, 2.0, 1024.0]))
+def test_scaling_all_times_scales_the_step_and_keeps_the_plan(
+    trace: ModelTrace, cost: LinearCost, factor: float
+) -> None:
+    slow_layers = [LayerTrace(layer.name, layer.backward_s * factor, layer.grad_bytes) for layer in trace.layers]
+    slow_trace = ModelTrace(trace.model, trace.forward_s * factor, tuple(slow_layers))
+    slow_cost = LinearCost(cost.workers, cost.startup_s * factor, cost.per_byte_s * factor)
+    plan, slow_plan = find_plan(trace, cost), find_plan(slow_trace, slow_cost)
+    assert slow_plan.groups == plan.groups
+    assert slow_plan.predicted["iteration_s"] == plan.predicted["iteration_s"] * factor
+
+
+@given(traces(max_layers=30), linear_costs, st.sampled_from([2, 64]))
+def test_scaling_all_sizes_on_a_link_as_much_faster_changes_nothing(
+    trace: ModelTrace, cost: LinearCost, factor: int
+) -> None:
+    big_layers = [LayerTrace(layer.name, layer.backward_s, layer.grad_bytes * factor) for layer in trace.layers]
+    big_trace = ModelTrace(trace.model, trace.forward_s, tuple(big_layers))
+    fast_cost = LinearCost(cost.workers, cost.startup_s, cost.per_byte_s / factor)
+    plan, big_plan = find_plan(trace, cost), find_plan(big_trace, fast_cost)
+    assert big_plan.groups == plan.groups
+    assert big_plan.predicted["iteration_s"] == plan.predicted["iteration_s"]
+
+
+def test_a_free_network_needs_one_message() -> None:
+    trace = make_trace([1.0, 2.0, 3.0], [5, 5, 5])
+    assert plan_optimal(trace, LinearCost(1, 0.0, 0.0)).group_sizes == (3,)
+
+
+def test_a_cost_that_jumps_is_met_by_messages_just_below_the_jump() -> None:
+    # Above 2 bytes a message is ten times dearer, so three messages of 2 bytes beat one of 6.
+    trace = make_trace([1.0] * 6, [1] * 6)
+    cost = PiecewiseCost(2, ((0, 1.0), (2, 1.0), (3, 10.0), (6, 10.5)))
+    assert plan_optimal(trace, cost).group_sizes == (2, 2, 2)
+    assert find_plan(trace, cost).predicted["lower_bound_s"] == pytest.approx(4.0)
+
+
+def test_random_floats_agree_with_exhaustive_search() -> None:
+    rng = np.random.default_rng(2019)
+    for _ in range(200):
+        count = int(rng.integers(1, 10))
+        layers = [
+            LayerTrace(f"g{index}", float(rng.exponential(2e-3)), int(rng.integers(0, 10**6))) for index in range(count)
+        ]
+        trace = ModelTrace("random", float(rng.exponential(1e-2)), tuple(layers))
+        cost = LinearCost(4, float(rng.exponential(2e-3)), float(rng.exponential(4e-9)))
+        shortest = min(end_by_hand(trace, cost, sizes) for sizes in partitions(count))
+        assert end_by_hand(trace, cost, plan_optimal(trace, cost).group_sizes) == pytest.approx(shortest, rel=1e-9)

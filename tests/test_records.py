@@ -1,0 +1,272 @@
+"""Records: checked at birth, the same after a trip through a file, and no bad file gets in."""
+
+import copy
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgwfbp import (
+    CostError,
+    FileError,
+    FormatError,
+    LayerTrace,
+    LinearCost,
+    MergePlan,
+    MgwfbpError,
+    ModelTrace,
+    Network,
+    PiecewiseCost,
+    PlanError,
+    Timeline,
+    TraceError,
+    find_plan,
+    load_cost,
+    load_network,
+    predict,
+)
+from mgwfbp.record import MAX_FILE_BYTES, Record
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+seconds = st.floats(0, 1e6)
+sources = st.dictionaries(names, st.one_of(names, st.floats(-1e9, 1e9), st.none(), st.lists(st.integers(-5, 5))))
+layers = st.lists(
+    st.builds(LayerTrace, names, seconds, st.integers(0, 2**40)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda layer: layer.name,
+).map(tuple)
+any_record: st.SearchStrategy[Record] = st.one_of(
+    st.builds(ModelTrace, names, seconds, layers, sources),
+    st.builds(LinearCost, st.integers(1, 10**6), seconds, seconds, sources),
+    st.builds(
+        lambda sizes, times: PiecewiseCost(3, tuple(zip(sorted(sizes), sorted(times), strict=True))),
+        st.sets(st.integers(0, 2**40), min_size=4, max_size=4),
+        st.lists(seconds, min_size=4, max_size=4),
+    ),
+    st.builds(Network, names, st.sampled_from(["ring", "binary_tree"]), seconds, seconds, seconds),
+    st.builds(MergePlan, names, names, st.just((("a", "b"), ("c",))), sources),
+)
+
+
+@given(any_record)
+def test_a_record_survives_its_file_pickle_and_copy(tmp_path_factory: pytest.TempPathFactory, record: Record) -> None:
+    path = tmp_path_factory.mktemp("records") / "record.json"
+    record.save(path)
+    assert type(record).load(path) == record
+    assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record  # noqa: S301 - our own bytes
+    assert hash(record) == hash(copy.deepcopy(record))
+
+
+@given(any_record)
+def test_a_record_prints_on_one_short_line(record: Record) -> None:
+    assert len(repr(record)) < 300
+    assert repr(record).isprintable()
+
+
+TRACE = ModelTrace("toy", 1.0, (LayerTrace("b", 1.0, 8), LayerTrace("a", 2.0, 4)), {"device": "none"})
+
+
+def damaged(record: Record, **changes: Any) -> dict[str, Any]:
+    return {**record.to_json(), **changes}
+
+
+def layer(**changes: Any) -> list[dict[str, Any]]:
+    return [{"name": "b", "backward_s": 1.0, "grad_bytes": 8, **changes}]
+
+
+BAD_TRACES: list[tuple[Any, str]] = [
+    ([], "expected an object"),
+    ({}, "format: missing"),
+    (damaged(TRACE, format="mgwfbp.plan/1"), "format: expected 'mgwfbp.trace/1', found 'mgwfbp.plan/1'"),
+    (damaged(TRACE, format="mgwfbp.trace/2"), "format: expected"),
+    (damaged(TRACE, format=["mgwfbp.trace/1"]), "format: expected"),
+    (damaged(TRACE, model=7), "model is 7, expected a non-empty string"),
+    (damaged(TRACE, model=""), "model is ''"),
+    (damaged(TRACE, forward_s=-1), "forward_s is -1"),
+    (damaged(TRACE, forward_s=True), "forward_s is True, expected a number"),
+    (damaged(TRACE, forward_s="1"), "forward_s is '1', expected a number"),
+    (damaged(TRACE, forward_s=10**400), "forward_s is 1000"),
+    (damaged(TRACE, layers=[]), "has no layers"),
+    (damaged(TRACE, layers={}), "layers: expected a list"),
+    (damaged(TRACE, layers=[7]), r"layers\[0\]: expected an object, found 7"),
+    (damaged(TRACE, layers=[{"name": "b"}]), r"layers\[0\]\.backward_s: missing"),
+    (damaged(TRACE, layers=layer(backward_s=None)), r"layers\[0\]: layer 'b': backward_s is None"),
+    (damaged(TRACE, layers=layer(grad_bytes=-8)), r"layers\[0\]: layer 'b': grad_bytes is -8"),
+    (damaged(TRACE, layers=layer(grad_bytes=8.5)), r"layers\[0\]: layer 'b': grad_bytes is 8.5, expected a whole"),
+    (damaged(TRACE, layers=layer(grad_bytes=False)), r"grad_bytes is False"),
+    (damaged(TRACE, layers=layer(grad_bytes=2**60)), r"grad_bytes is 1152921504606846976"),
+    (damaged(TRACE, layers=layer(name=3)), r"layers\[0\]: a layer's name is 3"),
+    (damaged(TRACE, layers=layer() + layer()), "layer 'b' stands twice"),
+    (damaged(TRACE, source=3), "source is 3, expected an object"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_TRACES)
+def test_a_bad_trace_is_refused_with_file_and_field(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises((FormatError, TraceError), match=message) as caught:
+        ModelTrace.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty, expected JSON"),
+        (TRACE.dumps()[:70], r"not JSON \(line \d+, column \d+\)"),
+        ("hello", "not JSON"),
+        (TRACE.dumps().replace("1.0", "NaN"), "NaN is no number here"),
+        (TRACE.dumps().replace("1.0", "-Infinity"), "-Infinity is no number here"),
+        (TRACE.dumps().replace("1.0", "1e999"), "expected a finite number"),
+        (TRACE.dumps().replace("1.0", "9" * 5000), "not JSON"),
+        ('{"format": 1, "format": 2}', "'format' stands twice"),
+        ("[" * 100_000, "nested too deeply"),
+        (
+            '{"a": "\\ud800", "format": "mgwfbp.trace/1", "model": "\\ud800", "forward_s": 1, "layers": []}',
+            "not valid Unicode",
+        ),
+    ],
+)
+def test_text_that_is_no_record_is_refused_with_the_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(MgwfbpError, match=message) as caught:
+        ModelTrace.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b'{"model": "\xff"}')
+    with pytest.raises(FormatError, match=r"not UTF-8 text \(byte 11\)"):
+        ModelTrace.load(path)
+
+
+def test_a_huge_file_is_refused_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with path.open("wb") as file:
+        file.truncate(100_000_000)
+    with pytest.raises(FileError, match=f"larger than {MAX_FILE_BYTES >> 20} MiB"):
+        ModelTrace.load(path)
+
+
+def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="Is a directory"):
+        ModelTrace.load(tmp_path)
+    with pytest.raises(FileError, match="No such file"):
+        ModelTrace.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([], "0 given, a curve needs 2"),
+        ([[4, 1.0]], "1 given, a curve needs 2"),
+        ([[8, 1.0], [4, 2.0]], r"points\[1\]: 4 bytes after 8, expected sizes that rise"),
+        ([[8, 1.0], [8, 2.0]], r"points\[1\]: 8 bytes after 8"),
+        ([[4, 2.0], [8, 1.0]], r"points\[1\]: 1.0 s after 2.0 s, expected times that never fall"),
+        ([[4, 2.0], [8]], r"points\[1\] is \[8\], expected \[bytes, seconds\]"),
+        ([[4, 2.0], 8], r"points\[1\] is 8"),
+        ([[4, 2.0], [8, True]], r"points\[1\]\[1\], seconds, is True"),
+        ([[4.5, 2.0], [8, 3.0]], r"points\[0\]\[0\], bytes, is 4.5"),
+    ],
+)
+def test_a_bad_curve_is_refused_with_the_point(tmp_path: Path, points: Any, message: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(damaged(PiecewiseCost(2, ((1, 1.0), (2, 2.0))), points=points)))
+    with pytest.raises(CostError, match=message) as caught:
+        load_cost(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "cubic"}, "kind: expected 'linear' or 'piecewise', found 'cubic'"),
+        ({"kind": "piecewise"}, "points: missing"),
+        ({"workers": 0}, "workers is 0, expected a whole number from 1"),
+        ({"workers": True}, "workers is True"),
+        ({"startup_s": -1e-9}, "startup_s is -1e-09"),
+        ({"per_byte_s": None}, "per_byte_s is None"),
+    ],
+)
+def test_a_bad_line_is_refused_with_the_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(damaged(LinearCost(2, 1.0, 1.0), **changes)))
+    with pytest.raises((CostError, FormatError), match=message):
+        load_cost(path)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "groups: empty"),
+        ([[]], r"groups\[0\] is \[\]"),
+        (["ab"], r"groups\[0\] is 'ab', expected a non-empty list"),
+        ([["a"], [3]], r"groups\[1\]\[0\] is 3"),
+        ([["a"], ["a"]], "'a' stands twice"),
+    ],
+)
+def test_a_bad_plan_is_refused_with_the_group(groups: Any, message: str) -> None:
+    data = damaged(MergePlan("toy", "by hand", (("a",),)), groups=groups)
+    with pytest.raises(PlanError, match=message):
+        MergePlan.from_json(data)
+
+
+def test_both_kinds_of_cost_and_a_network_load_from_their_files(tmp_path: Path) -> None:
+    for record in (LinearCost(8, 1e-4, 8e-10), PiecewiseCost(8, ((4, 1e-5), (8, 2e-5)))):
+        record.save(tmp_path / "cost.json")
+        assert load_cost(tmp_path / "cost.json") == record
+    network = Network("mine", "ring", 1e-5, 1e-9)
+    network.save(tmp_path / "network.json")
+    assert load_network(tmp_path / "network.json") == network
+
+
+def test_a_timeline_whose_spans_run_backwards_is_refused() -> None:
+    cost = LinearCost(2, 1.0, 1.0)
+    data = predict(TRACE, cost, find_plan(TRACE, cost)).to_json()
+    data["messages"][0]["end_s"] = 0.0
+    with pytest.raises(FormatError, match=r"messages\[0\]: span of .* expected them in this order"):
+        Timeline.from_json(data)
+
+
+def test_unknown_fields_are_left_alone() -> None:
+    assert ModelTrace.from_json(damaged(TRACE, colour="blue")) == TRACE
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(FileError, match="cannot be written: No space left"):
+        TRACE.save(path)
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("trace.json", "old")]
+
+
+def test_a_write_into_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"none/trace\.json: cannot be written: No such file"):
+        TRACE.save(tmp_path / "none" / "trace.json")
+
+
+def test_a_write_keeps_the_mode_and_the_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    TRACE.save(link)
+    assert link.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert ModelTrace.load(real) == TRACE
