@@ -71,7 +71,11 @@ def test_a_number_of_workers_that_cannot_be_is_refused(workers: int) -> None:
 
 def test_presets_go_by_name_in_any_case() -> None:
     assert load_network("IB-HDR") is PRESETS["ib-hdr"]
-    assert [round(8e-9 / network.per_byte_s) for network in PRESETS.values()] == [1, 10, 25, 100, 200]
+    between = [
+        round(8e-9 / PRESETS[name].per_byte_s) for name in ("1gbe", "10gbe", "25gbe", "100gbe", "ib-hdr", "ib-ndr")
+    ]
+    assert between == [1, 10, 25, 100, 200, 400]
+    assert [round(1e-9 / PRESETS[name].per_byte_s) for name in ("pcie3", "nvlink3")] == [16, 300]  # GB/s, inside a node
 
 
 def test_a_parameter_server_adds_up_pushes_sums_and_pulls() -> None:

@@ -19,6 +19,7 @@ from mgwfbp.errors import (
     MgwfbpError,
     NetworkError,
     PlanError,
+    SimulationError,
     TimelineError,
     TraceError,
 )
@@ -26,6 +27,7 @@ from mgwfbp.fit import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
+from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
 from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLANNERS",
+    "Cluster",
     "Cost",
     "CostError",
     "FileError",
@@ -50,6 +53,9 @@ __all__ = [
     "NetworkError",
     "PiecewiseCost",
     "PlanError",
+    "Scenario",
+    "Simulation",
+    "SimulationError",
     "Span",
     "Timeline",
     "TimelineError",
@@ -66,6 +72,7 @@ __all__ = [
     "predict_naive",
     "predict_parameter_server",
     "recorded_traces",
+    "simulate_steps",
 ]
 
 __version__ = "0.1.0"

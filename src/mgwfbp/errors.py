@@ -3,14 +3,15 @@
 ::
 
     MgwfbpError
-    ├── FileError     (OSError)     a file cannot be read or written
-    ├── FormatError   (ValueError)  a file is not what it should be: JSON, format, missing field
-    ├── TraceError    (ValueError)  impossible layer or model
-    ├── CostError     (ValueError)  impossible all-reduce cost, or samples no cost can be fitted to
-    ├── NetworkError  (ValueError)  impossible or unknown network
-    ├── PlanError     (ValueError)  impossible plan, unknown planner, or a plan for another model
-    ├── TimelineError (ValueError)  impossible timeline
-    └── MeasureError  (RuntimeError) a measurement that cannot be made or failed, on this rank or another
+    ├── FileError       (OSError)      a file cannot be read or written
+    ├── FormatError     (ValueError)   a file is not what it should be: JSON, format, missing field
+    ├── TraceError      (ValueError)   impossible layer or model
+    ├── CostError       (ValueError)   impossible all-reduce cost, or samples no cost can be fitted to
+    ├── NetworkError    (ValueError)   impossible or unknown network
+    ├── PlanError       (ValueError)   impossible plan, unknown planner, or a plan for another model
+    ├── TimelineError   (ValueError)   impossible timeline
+    ├── SimulationError (ValueError)   impossible scenario or cluster
+    └── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
 
 Each message is one line that says what was expected, what was found, and what to do.
 """
@@ -23,6 +24,7 @@ __all__ = [
     "MgwfbpError",
     "NetworkError",
     "PlanError",
+    "SimulationError",
     "TimelineError",
     "TraceError",
 ]
@@ -62,3 +64,7 @@ class TimelineError(MgwfbpError, ValueError):
 
 class MeasureError(MgwfbpError, RuntimeError):
     """A measurement that cannot be made, or that failed on this rank or another."""
+
+
+class SimulationError(MgwfbpError, ValueError):
+    """A scenario or a cluster that cannot be simulated."""

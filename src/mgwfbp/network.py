@@ -153,8 +153,9 @@ class Network(Record):
 # Rates are line rates. Latencies: 45.26 us is what the paper measured per ring step on 10GbE with TCP (90.52, 271.56
 # and 633.64 us for 2, 4 and 8 nodes); the other Ethernets take the same, since the host's TCP stack and not the wire
 # makes most of it. 9.6 us is the latency of one network step of a ring in the tuning model of NCCL 2.8 to 2.11
-# (src/graph/tuning.cc, ring, protocol Simple), made for InfiniBand. gamma is 0: adding is far faster than sending.
-# They are a first guess for a machine that is not there; measure the one that is.
+# (src/graph/tuning.cc, ring, protocol Simple), made for InfiniBand; 5.7 and 3.4 us are its steps over PCI Express and
+# NVLink, for the level inside a node; NVLink's rate is that of one direction of the third generation. gamma is 0:
+# adding is far faster than sending. They are a first guess for a machine that is not there; measure the one that is.
 PRESETS: Mapping[str, Network] = MappingProxyType(
     {
         "1gbe": Network("1GbE", "ring", latency_s=45.26e-6, per_byte_s=8e-9),
@@ -162,6 +163,9 @@ PRESETS: Mapping[str, Network] = MappingProxyType(
         "25gbe": Network("25GbE", "ring", latency_s=45.26e-6, per_byte_s=3.2e-10),
         "100gbe": Network("100GbE", "ring", latency_s=45.26e-6, per_byte_s=8e-11),
         "ib-hdr": Network("InfiniBand HDR", "ring", latency_s=9.6e-6, per_byte_s=4e-11),
+        "ib-ndr": Network("InfiniBand NDR", "ring", latency_s=9.6e-6, per_byte_s=2e-11),
+        "pcie3": Network("PCI Express 3", "ring", latency_s=5.7e-6, per_byte_s=1 / 16e9),
+        "nvlink3": Network("NVLink 3", "ring", latency_s=3.4e-6, per_byte_s=1 / 300e9),
     }
 )
 

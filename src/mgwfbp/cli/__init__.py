@@ -13,7 +13,9 @@ from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
 from mgwfbp.cli.measure import measure
 from mgwfbp.cli.output import talk
+from mgwfbp.cli.paper import paper
 from mgwfbp.cli.plan import plan
+from mgwfbp.cli.simulate import simulate
 from mgwfbp.cli.traces import traces
 from mgwfbp.errors import MgwfbpError
 
@@ -26,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, traces, demo):
+for command in (compare, plan, cost, simulate, paper, traces, demo):
     app.command()(command)
 app.add_typer(measure, name="measure")
 

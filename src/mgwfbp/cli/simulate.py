@@ -1,0 +1,240 @@
+"""``mgwfbp simulate``: what N workers would give."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgwfbp.cli.options import (
+    DEFAULT_BUCKET_MB,
+    DEFAULT_FIRST_BUCKET_MB,
+    BucketMb,
+    FirstBucketMb,
+    TraceFile,
+    planners,
+)
+from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.progress import show_progress
+from mgwfbp.cost import Cost, LinearCost, load_cost
+from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
+from mgwfbp.plan import MergePlan
+from mgwfbp.planners import PLANNERS, Planner
+from mgwfbp.record import read_json
+from mgwfbp.simulate import (
+    BASELINES,
+    Cluster,
+    CostSource,
+    Grid,
+    MeasuredCluster,
+    Scenario,
+    Strategy,
+    SweepRow,
+    find_limits,
+    sweep,
+)
+from mgwfbp.simulate.scenario import MAX_JITTER
+from mgwfbp.trace import load_trace
+from mgwfbp.units import format_seconds
+
+__all__ = ["print_rows", "simulate", "strategy_of"]
+
+DEFAULT_JITTERED_STEPS = 100
+
+
+def simulate(
+    trace: TraceFile,
+    network: Annotated[
+        list[str],
+        typer.Option(
+            "--network",
+            metavar="NAME|FILE",
+            help=f"network.json, a measured cost.json, or one of {', '.join(PRESETS)}; may be repeated.",
+        ),
+    ],
+    workers: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Numbers of workers; a measured cost has its own."),
+    ] = None,
+    planner: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Any of {', '.join((*PLANNERS, *BASELINES))}; may be repeated. If not given, all planners.",
+        ),
+    ] = None,
+    plan: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="plan.json, simulated as it is; may be repeated.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(metavar="X,X,...", help="Computation times this: batch above 1, faster device below.")
+    ] = "1",
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="|".join(ALGORITHMS), help="All-reduce over the networks with this algorithm.")
+    ] = None,
+    per_node: Annotated[int, typer.Option(min=1, help="Workers in a node; --network is then between nodes.")] = 1,
+    inside: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="The network inside a node.")] = None,
+    slow_link: Annotated[
+        float, typer.Option(min=1, metavar="FACTOR", help="The slowest link is this many times slower.")
+    ] = 1.0,
+    jitter: Annotated[
+        float, typer.Option(min=0, max=MAX_JITTER, help="Spread of the computation (log-normal, 0.05: about 5 %).")
+    ] = 0.0,
+    jitter_shared: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of it that a worker's whole step has in common.")
+    ] = 1.0,
+    straggler: Annotated[
+        list[float] | None,
+        typer.Option(min=1, metavar="FACTOR", help="One worker is always so many times slower; may be repeated."),
+    ] = None,
+    contention: Annotated[
+        float, typer.Option(min=1, metavar="FACTOR", help="Computation is so many times slower beside a message.")
+    ] = 1.0,
+    in_flight: Annotated[int, typer.Option(min=1, help="Messages under way at the same time, at most.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help=f"Steps to simulate: {DEFAULT_JITTERED_STEPS} with jitter, else 1.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same jitter.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead of a table.")] = False,
+    bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
+    first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
+) -> None:
+    """Simulate training steps on many workers: every planner, planned anew for every point."""
+    if steps is None:
+        steps = DEFAULT_JITTERED_STEPS if jitter else 1
+    scenario = Scenario(jitter, jitter_shared, tuple(straggler or ()), contention, in_flight, steps, seed)
+    names = ",".join(planner).split(",") if planner else [] if plan else list(PLANNERS)
+    chosen = planners(bucket_mb, first_bucket_mb)
+    strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
+    links = _Links(algorithm, per_node, inside, slow_link)
+    sources = [links.source(name) for name in network]
+    counts = _worker_counts(workers) if workers is not None else _measured_counts(sources)
+    grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
+    model = load_trace(trace)
+    rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
+    if as_json:
+        typer.echo(json.dumps([row.to_json() for row in rows], indent=1))
+        return
+    talk(repr(model))
+    print_rows(sorted(rows, key=lambda row: [source.name for source in sources].index(row.network)))
+    for finding in find_limits(rows):
+        typer.echo(str(finding))
+
+
+class _Links:
+    """Turn the names given with --network into clusters, with what the other options say of their links."""
+
+    def __init__(self, algorithm: str | None, per_node: int, inside: str | None, slow_link: float) -> None:
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise typer.BadParameter(f"{algorithm!r} is not one of {', '.join(ALGORITHMS)}", param_hint="--algorithm")
+        if (per_node > 1) != (inside is not None):
+            raise typer.BadParameter("give both or none", param_hint=["--per-node", "--inside"])
+        self._algorithm, self._per_node, self._slow_link = algorithm, per_node, slow_link
+        self._inside = load_network(inside) if inside is not None else None
+
+    def source(self, name: str) -> CostSource:
+        measured = _measured_cost(name)
+        if measured is not None:
+            if self._algorithm or self._inside or self._slow_link != 1.0:
+                raise typer.BadParameter(
+                    f"{name} is a measured cost; --algorithm, --inside and --slow-link need a network",
+                    param_hint="--network",
+                )
+            return MeasuredCluster(name, measured)
+        link = load_network(name)
+        if self._algorithm is not None and self._algorithm != link.algorithm:
+            link = Network(
+                f"{link.name} {self._algorithm}",
+                self._algorithm,
+                link.latency_s,
+                link.per_byte_s,
+                link.reduce_per_byte_s,
+            )
+        return Cluster(link, self._inside, self._per_node, (self._slow_link,))
+
+
+def _measured_cost(name: str) -> Cost | None:
+    """Return the cost if the name is that of a cost.json."""
+    if name.lower() in PRESETS or not Path(name).is_file():
+        return None
+    data = read_json(name)
+    if isinstance(data, dict) and data.get("format") == LinearCost.FORMAT:
+        return load_cost(name)
+    return None
+
+
+def _measured_counts(sources: list[CostSource]) -> list[int]:
+    counts = {source.measured.workers for source in sources if isinstance(source, MeasuredCluster)}
+    if len(counts) != 1 or not all(isinstance(source, MeasuredCluster) for source in sources):
+        raise typer.BadParameter("missing; only a measured cost has a number of its own", param_hint="--workers")
+    return sorted(counts)
+
+
+def strategy_of(name: str, chosen: dict[str, Planner]) -> Strategy:
+    """Return a planner of ours or a baseline as a strategy."""
+    if name in BASELINES:
+        return BASELINES[name]
+    if name not in chosen:
+        known = ", ".join((*chosen, *BASELINES))
+        raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--planner")
+    return Strategy(name, chosen[name])
+
+
+def _fixed(path: str) -> Strategy:
+    plan = MergePlan.load(path)
+    return Strategy(path, lambda trace, cost: plan)  # noqa: ARG005 - every planner takes both
+
+
+def _worker_counts(text: str) -> list[int]:
+    counts = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise typer.BadParameter(f"{part!r}, expected whole numbers of 1 or more: 4,8,16", param_hint="--workers")
+        counts.append(int(part))
+    return counts
+
+
+def _scales(text: str) -> list[float]:
+    scales = []
+    for part in text.split(","):
+        try:
+            scales.append(float(part))
+        except ValueError:
+            raise typer.BadParameter(f"{part!r} is not a number", param_hint="--scale") from None
+        if not 0 < scales[-1] < float("inf"):
+            raise typer.BadParameter(f"{part}, expected finite numbers above 0", param_hint="--scale")
+    return scales
+
+
+def print_rows(rows: list[SweepRow]) -> None:
+    """Print a sweep as a table; columns that say the same of all rows are left out."""
+    several_networks = len({row.network for row in rows}) > 1
+    several_scales = len({row.scale for row in rows}) > 1
+    several_steps = any(row.steps > 1 for row in rows)
+    titles = ["planner", "workers", "messages", "step", "exposed", "speedup", "efficiency", "made of"]
+    table = []
+    for row in rows:
+        cells = [
+            row.planner,
+            str(row.workers),
+            str(row.num_groups),
+            format_seconds(row.iteration_s),
+            format_seconds(row.exposed_s),
+            f"{row.speedup:.4g}",
+            f"{row.efficiency:.1%}",
+            row.limit,
+        ]
+        if several_steps:
+            cells.insert(4, format_seconds(row.iteration_p95_s))
+        if several_scales:
+            cells.insert(1, f"{row.scale:g}")
+        if several_networks:
+            cells.insert(0, row.network)
+        table.append(cells)
+    if several_steps:
+        titles.insert(4, "95 %")
+    if several_scales:
+        titles.insert(1, "scale")
+    if several_networks:
+        titles.insert(0, "network")
+    print_table(titles, table)

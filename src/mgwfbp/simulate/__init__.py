@@ -1,0 +1,33 @@
+"""What N workers would give: simulated training steps, sweeps over clusters, and the paper's evaluation.
+
+Planners are passed in as functions; nothing here knows how a plan is made.
+"""
+
+from mgwfbp.simulate.cluster import Cluster, CostSource, MeasuredCluster
+from mgwfbp.simulate.findings import Finding, find_crossing, find_limits
+from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
+from mgwfbp.simulate.scenario import IDEAL, Scenario
+from mgwfbp.simulate.steps import Simulation, simulate_steps
+from mgwfbp.simulate.sweep import BASELINES, Grid, Strategy, SweepRow, scale_trace, sweep
+
+__all__ = [
+    "BASELINES",
+    "IDEAL",
+    "Cluster",
+    "CostSource",
+    "Finding",
+    "Grid",
+    "Limit",
+    "MeasuredCluster",
+    "Scenario",
+    "Simulation",
+    "Strategy",
+    "SweepRow",
+    "bandwidth_bound_s",
+    "find_crossing",
+    "find_limit",
+    "find_limits",
+    "scale_trace",
+    "simulate_steps",
+    "sweep",
+]

@@ -1,0 +1,243 @@
+"""Training steps of N workers: `simulate_steps`, and what came out of it, `Simulation`."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgwfbp.cost import Cost
+from mgwfbp.errors import SimulationError
+from mgwfbp.plan import MergePlan
+from mgwfbp.simulate.compute import Computation, draw_computation
+from mgwfbp.simulate.scenario import IDEAL, Scenario
+from mgwfbp.timeline import Span, Timeline
+from mgwfbp.trace import ModelTrace
+from mgwfbp.units import format_seconds, quote
+
+__all__ = ["Link", "Simulation", "send_messages", "simulate_steps"]
+
+_Times = NDArray[np.float64]  # one per step
+
+
+def simulate_steps(
+    trace: ModelTrace, cost: Cost, plan: MergePlan, scenario: Scenario = IDEAL, *, overlap: bool = True
+) -> "Simulation":
+    r"""Simulate training steps of ``cost.workers`` workers.
+
+    A message starts once its last gradient is ready on the slowest worker and the link is free:
+
+    .. math:: \tau_c^{(g)} = \max\{\tau_c^{(g-1)} + t_c^{(g-1)},\; \max_w r_w^{(g)}\}
+
+    which with equal workers is Eq. (7): without jitter the result equals `predict`, bit for bit. ``overlap=False``
+    holds all messages back until the backward pass has ended everywhere, which is naive S-SGD, Eq. (3). What else can
+    happen is in the `Scenario`. For a given plan neither more jitter nor a slower link ever makes the mean step faster.
+
+    >>> from mgwfbp.cost import LinearCost
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
+    >>> cost = LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1)
+    >>> plan = MergePlan.of_sizes(trace, [1, 2])
+    >>> simulate_steps(trace, cost, plan).mean_iteration_s
+    13.0
+    >>> simulate_steps(trace, cost, plan, Scenario(contention=2.0)).mean_iteration_s  # 3 s of message 1 hide 1.5 s
+    14.5
+    >>> simulate_steps(trace, cost, plan, Scenario(jitter=0.1, steps=100))
+    Simulation('toy' by 'by hand', 2 workers: 100 steps, 13.49 s in 2 messages, 4 s exposed)
+    """
+    return send_messages(draw_computation(trace, cost.workers, scenario), cost, plan, overlap=overlap)
+
+
+@dataclass(slots=True)
+class Link:
+    """All that passes from one message to the next: the state of the simulation, an entry per step in every array.
+
+    [Note: clock and work] Ready times count computation only. With contention the clock runs ahead of them: while a
+    message is under way it advances by ``contention`` for each second of computation. Messages start in order and end
+    in order, so between the starts of two messages the link is busy first, until the end of the earlier, and idle then;
+    ``work_s`` is how much computation fits before the last start.
+    """
+
+    in_flight: int
+    contention: float
+    start_s: _Times  # of the last message
+    end_s: _Times  # of the last message
+    work_s: _Times  # computation done by start_s
+    ends_s: deque[_Times] = field(default_factory=deque)  # of the messages that may still be in flight
+
+    def ready_at(self, ready_s: _Times) -> _Times:
+        """Return when, by the clock, this much computation is done; not before the last start."""
+        if self.contention == 1.0:
+            return ready_s
+        return _clock(ready_s, self.work_s, self.start_s, self.end_s, self.contention)
+
+    def send(self, ready_s: _Times, startup_s: float, message_s: float) -> None:
+        """Send a message of ``message_s``, ``startup_s`` of it start-up, when it is ready and may start."""
+        ready_at_s = self.ready_at(ready_s)
+        if self.in_flight == 1:
+            start_s = np.maximum(self.end_s, ready_at_s)
+            end_s = start_s + message_s
+        else:
+            start_s = np.maximum(self.start_s, ready_at_s)
+            if len(self.ends_s) == self.in_flight:
+                start_s = np.maximum(start_s, self.ends_s.popleft())
+            end_s = np.maximum(start_s + startup_s, self.end_s) + (message_s - startup_s)
+            self.ends_s.append(end_s)
+        if self.contention != 1.0:
+            self.work_s = self.work_s + _work(start_s - self.start_s, self.end_s - self.start_s, self.contention)
+        self.start_s, self.end_s = start_s, end_s
+
+
+def _work(elapsed_s: _Times, busy_s: _Times, contention: float) -> _Times:
+    """Return the computation done in ``elapsed_s``, of which the first ``busy_s`` are under contention."""
+    return np.where(elapsed_s <= busy_s, elapsed_s / contention, busy_s / contention + (elapsed_s - busy_s))
+
+
+def _clock(ready_s: _Times, work_s: _Times, start_s: _Times, end_s: _Times, contention: float) -> _Times:
+    """Invert `_work`: when ``ready_s`` of computation are done, if ``work_s`` were at ``start_s``."""
+    missing_s = np.maximum(ready_s - work_s, 0.0)
+    under_contention_s = (end_s - start_s) / contention
+    return np.where(
+        missing_s <= under_contention_s, start_s + missing_s * contention, end_s + (missing_s - under_contention_s)
+    )
+
+
+def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, overlap: bool = True) -> "Simulation":
+    """Simulate the communication beside a computation that is already drawn."""
+    trace, scenario, ready_s = computation.trace, computation.scenario, computation.ready_s
+    plan.check_covers([layer.name for layer in trace.layers])
+    startup_s = cost(0)
+    num_steps = ready_s.shape[1]
+    starts_s, ends_s, works_s = (np.empty((plan.num_groups, num_steps)) for _ in range(3))
+    # Without overlap the link opens only when the last gradient is there; that is all the difference.
+    opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
+    link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for index, (last, num_bytes) in enumerate(_messages(trace, plan)):
+            link.send(ready_s[last], startup_s, cost(num_bytes))
+            starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
+    if not np.isfinite(ends_s[-1]).all():
+        raise SimulationError(f"a step of {quote(trace.model)} takes longer than a number can hold; check the cost")
+    return Simulation(computation, plan, starts_s, ends_s, works_s)
+
+
+def _messages(trace: ModelTrace, plan: MergePlan) -> Iterable[tuple[int, int]]:
+    """Walk over the messages: the row of the gradient that is ready last, and the bytes."""
+    row_of = {layer.name: row for row, layer in enumerate(trace.layers, 1)}
+    for group in plan.groups:
+        rows = [row_of[name] for name in group]
+        yield max(rows), sum(trace.layers[row - 1].grad_bytes for row in rows)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Simulation:
+    """Simulated steps: when the slowest worker had each gradient, when each message was under way.
+
+    Arrays have a row per gradient or message and a column per step; without jitter all steps are the same and there is
+    one column for all of them. Times are seconds from the start of the step.
+    """
+
+    computation: Computation
+    plan: MergePlan
+    starts_s: NDArray[np.float64]
+    ends_s: NDArray[np.float64]
+    works_s: NDArray[np.float64]  # computation done when each message starts
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation({quote(self.computation.trace.model)} by {quote(self.plan.planner)}, {self.workers} workers: "
+            f"{self.computation.scenario.steps} steps, {format_seconds(self.mean_iteration_s)} in "
+            f"{self.plan.num_groups} messages, {format_seconds(self.mean_exposed_s)} exposed)"
+        )
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part."""
+        return self.computation.workers
+
+    @cached_property
+    def compute_s(self) -> NDArray[np.float64]:
+        """When the backward pass ends on the slowest worker, for each step."""
+        compute_s: NDArray[np.float64] = self._by_clock(self.computation.ready_s[-1:])[0]
+        return compute_s
+
+    @cached_property
+    def iteration_s(self) -> NDArray[np.float64]:
+        """The whole step, for each step: the later of the end of the backward pass and of the last message."""
+        iteration_s: NDArray[np.float64] = np.maximum(self.compute_s, self.ends_s.max(axis=0))
+        return iteration_s
+
+    @property
+    def mean_iteration_s(self) -> float:
+        """The mean step."""
+        return float(self.iteration_s.mean())
+
+    @property
+    def mean_compute_s(self) -> float:
+        """The mean end of the backward pass on the slowest worker."""
+        return float(self.compute_s.mean())
+
+    @property
+    def mean_exposed_s(self) -> float:
+        """The mean of the communication that no computation hides."""
+        return float((self.iteration_s - self.compute_s).mean())
+
+    @property
+    def ratio(self) -> float:
+        """How much longer the mean step is than the computation of one undisturbed worker, as a fraction of that."""
+        single_s = self.computation.trace.compute_s
+        if single_s:
+            return (self.mean_iteration_s - single_s) / single_s
+        return float("inf") if self.mean_iteration_s else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Samples per second over those of one undisturbed worker, weak scaling, Eq. (5)."""
+        return self.workers / (1 + self.ratio)
+
+    @property
+    def efficiency(self) -> float:
+        """Speedup per worker, 1 at best."""
+        return 1 / (1 + self.ratio)
+
+    def quantile_s(self, fraction: float) -> float:
+        """Return the step that this fraction of the steps does not exceed."""
+        return float(np.quantile(self.iteration_s, fraction))
+
+    def timeline(self, step: int = 0) -> Timeline:
+        """Lay one step out in time; the computation shown is, gradient by gradient, that of the slowest worker."""
+        trace, steps, ready_s = self.computation.trace, self.computation.scenario.steps, self.computation.ready_s
+        if not 0 <= step < steps:
+            raise SimulationError(f"step {step} was not simulated, expected 0 to {steps - 1}")
+        column = step if ready_s.shape[1] > 1 else 0
+        # Gradients come one after the other, also where rounding has it otherwise.
+        clock_s = np.maximum.accumulate(self._by_clock(ready_s)[:, column]).tolist()
+        backward = [
+            Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s)
+            for layer, start_s, end_s in zip(trace.layers, clock_s[:-1], clock_s[1:], strict=True)
+        ]
+        messages = [
+            Span(group, num_bytes, min(clock_s[last], start_s), start_s, end_s)
+            for group, (last, num_bytes), start_s, end_s in zip(
+                self.plan.groups,
+                _messages(trace, self.plan),
+                self.starts_s[:, column].tolist(),
+                self.ends_s[:, column].tolist(),
+                strict=True,
+            )
+        ]
+        forward = Span((), 0, 0.0, 0.0, clock_s[0])
+        return Timeline(trace.model, self.plan.planner, self.workers, forward, tuple(backward), tuple(messages))
+
+    def _by_clock(self, ready_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return when, by the clock, so much computation is done. [Note: clock and work]."""
+        contention = self.computation.scenario.contention
+        if contention == 1.0:
+            return ready_s
+        clock_s = ready_s.copy()
+        for start_s, end_s, work_s in zip(self.starts_s, self.ends_s, self.works_s, strict=True):
+            later_s = _clock(ready_s, work_s, start_s, end_s, contention)
+            clock_s = np.where(ready_s > work_s, later_s, clock_s)
+        return clock_s

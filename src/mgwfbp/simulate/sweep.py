@@ -1,0 +1,160 @@
+"""Many simulations: every strategy on every cluster, number of workers and scale, planned anew for each."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from mgwfbp.cost import Cost
+from mgwfbp.errors import SimulationError
+from mgwfbp.plan import MergePlan
+from mgwfbp.record import check_count, check_real
+from mgwfbp.simulate.cluster import CostSource
+from mgwfbp.simulate.compute import draw_computation
+from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
+from mgwfbp.simulate.scenario import IDEAL, Scenario
+from mgwfbp.simulate.steps import Simulation, send_messages
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["BASELINES", "Grid", "Strategy", "SweepRow", "scale_trace", "sweep"]
+
+Planner = Callable[[ModelTrace, Cost], MergePlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way to average gradients: who plans the messages, when they may start, and who adds them up."""
+
+    name: str
+    planner: Planner
+    overlap: bool = True  # False: all messages wait for the end of the backward pass
+    servers: Callable[[int], int] | None = None  # parameter servers for N workers; None: an all-reduce
+
+    def cost(self, source: CostSource, workers: int) -> Cost:
+        """Return what a message costs this strategy."""
+        if self.servers is None:
+            return source.cost(workers)
+        return source.parameter_server_cost(workers, servers=self.servers(workers))
+
+
+def _one_each(name: str) -> Planner:
+    def plan(trace: ModelTrace, cost: Cost) -> MergePlan:  # noqa: ARG001 - every planner takes a cost
+        return MergePlan.of_sizes(trace, [1] * len(trace.layers), planner=name)
+
+    return plan
+
+
+# What the paper compares with besides plans: naive S-SGD, Eq. (3), and TensorFlow's parameter server, of which it does
+# not say how many there were: one, or one for every worker.
+BASELINES: Mapping[str, Strategy] = MappingProxyType(
+    {
+        "naive": Strategy("naive", _one_each("naive"), overlap=False),
+        "ps": Strategy("ps", _one_each("ps"), servers=lambda _: 1),
+        "ps-sharded": Strategy("ps-sharded", _one_each("ps-sharded"), servers=lambda workers: workers),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What to simulate: every combination."""
+
+    sources: tuple[CostSource, ...]
+    workers: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    scales: tuple[float, ...] = (1.0,)  # times the trace's computation: a larger batch above 1, a faster device below
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "workers", "strategies", "scales"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise SimulationError(f"{name}: empty, expected at least one")
+        workers = (check_count(count, "workers", SimulationError, minimum=1) for count in self.workers)
+        object.__setattr__(self, "workers", tuple(workers))
+        scales = tuple(check_real(scale, "scale", SimulationError) for scale in self.scales)
+        if 0.0 in scales:
+            raise SimulationError("scale is 0, expected a number above 0")
+        object.__setattr__(self, "scales", scales)
+
+    @property
+    def num_points(self) -> int:
+        """How many simulations this is."""
+        return len(self.sources) * len(self.workers) * len(self.strategies) * len(self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One point of a sweep; times are means over the steps."""
+
+    network: str
+    scale: float
+    workers: int
+    planner: str
+    num_groups: int
+    iteration_s: float
+    iteration_std_s: float
+    iteration_p95_s: float
+    compute_s: float  # until the backward pass has ended on the slowest worker
+    exposed_s: float
+    speedup: float  # over one undisturbed worker of the same scale
+    efficiency: float
+    bandwidth_bound_s: float  # the step if start-up times were nothing
+    limit: Limit  # what the step is made of
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-ready data."""
+        return asdict(self)
+
+
+def scale_trace(trace: ModelTrace, scale: float) -> ModelTrace:
+    """Return the trace with all computation taking ``scale`` times as long.
+
+    >>> from mgwfbp.trace import LayerTrace
+    >>> scale_trace(ModelTrace("toy", 3.0, (LayerTrace("a", 2.0, 8),)), 0.5)
+    ModelTrace('toy': 1 gradients, 8 B, forward 1.5 s, backward 1 s)
+    """
+    if scale == 1.0:
+        return trace
+    layers = (replace(layer, backward_s=layer.backward_s * scale) for layer in trace.layers)
+    return replace(trace, forward_s=trace.forward_s * scale, layers=tuple(layers))
+
+
+def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator[SweepRow]:
+    """Simulate all points of the grid, one row at a time.
+
+    Each plan is made for its own point, from the slowest worker's trace without jitter, which is what measuring over
+    all workers would give. All strategies and clusters with equally many workers meet the same jitter.
+    """
+    for scale in grid.scales:
+        scaled = scale_trace(trace, scale)
+        for workers in grid.workers:
+            computation = draw_computation(scaled, workers, scenario)
+            planned = scale_trace(scaled, scenario.slowest(workers))
+            for source in grid.sources:
+                for strategy in grid.strategies:
+                    cost = strategy.cost(source, workers)
+                    plan = strategy.planner(planned, cost)
+                    result = send_messages(computation, cost, plan, overlap=strategy.overlap)
+                    yield _row(source.name, scale, strategy.name, result, cost)
+
+
+def _row(network: str, scale: float, planner: str, result: Simulation, cost: Cost) -> SweepRow:
+    bound_s = bandwidth_bound_s(result.computation, cost)
+    return SweepRow(
+        network=network,
+        scale=scale,
+        workers=result.workers,
+        planner=planner,
+        num_groups=result.plan.num_groups,
+        iteration_s=result.mean_iteration_s,
+        iteration_std_s=float(result.iteration_s.std()),
+        iteration_p95_s=result.quantile_s(0.95),
+        compute_s=result.mean_compute_s,
+        exposed_s=result.mean_exposed_s,
+        speedup=result.speedup,
+        efficiency=result.efficiency,
+        bandwidth_bound_s=bound_s,
+        limit=find_limit(result.mean_iteration_s, result.mean_compute_s, bound_s),
+        steps=result.computation.scenario.steps,
+    )

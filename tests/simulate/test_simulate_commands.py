@@ -1,0 +1,237 @@
+"""`mgwfbp simulate` and `mgwfbp paper` as a user meets them."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network
+from mgwfbp.cli import run
+from mgwfbp.planners import PLANNERS
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> str:
+    layers = tuple(
+        LayerTrace(f"layer{index}.{part}", 0.4 / 100, size)
+        for index in range(50)
+        for part, size in (("bias", 1000), ("weight", 2 * 10**6))
+    )
+    path = tmp_path / "trace.json"
+    ModelTrace("toy", 0.2, layers, {"device": "a K80, perhaps"}).save(path)
+    return str(path)
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert run(["simulate", *arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert isinstance(rows, list)
+    return rows
+
+
+def test_json_has_a_row_for_every_planner_and_number_of_workers(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(capsys, "--trace", trace_file, "--network", "10gbe", "--workers", "4,8,16,32,64")
+    assert [(row["workers"], row["planner"]) for row in rows] == [(n, p) for n in (4, 8, 16, 32, 64) for p in PLANNERS]
+    trace = ModelTrace.load(trace_file)
+    for row in rows:
+        predicted = find_plan(trace, load_network("10gbe").cost(row["workers"]), row["planner"]).predicted
+        assert row["iteration_s"] == predicted["iteration_s"]
+        assert row["exposed_s"] == predicted["exposed_s"]
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["workers"])
+        assert row["num_groups"] >= 1
+
+
+def test_the_table_names_every_planner_and_says_what_limits(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["simulate", "--trace", trace_file, "--network", "10gbe", "--network", "ib-hdr", "--workers", "8,4096"]
+    assert run(arguments) == 0
+    output = capsys.readouterr().out
+    assert all(planner in output for planner in PLANNERS)
+    assert "InfiniBand HDR, 8 workers: computation hides communication, merged or not" in output
+    assert "10GbE, 4096 workers: start-up times cost" in output
+
+
+def test_jitter_is_the_same_for_a_seed(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--trace", trace_file, "--network", "10gbe", "--workers", "16", "--jitter", "0.1", "--planner", "optimal")
+    first, again, other = (rows_of(capsys, *common, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again != other
+    assert first[0]["steps"] == 100
+
+
+def test_a_measured_cost_brings_its_own_number_of_workers(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost_file = str(tmp_path / "cost.json")
+    LinearCost(6, 1e-3, 1e-9).save(cost_file)
+    rows = rows_of(capsys, "--trace", trace_file, "--network", cost_file)
+    assert {row["workers"] for row in rows} == {6}
+    assert run(["simulate", "--trace", trace_file, "--network", cost_file, "--workers", "8"]) == 1
+    assert "was measured on 6 workers" in capsys.readouterr().err
+
+
+def test_a_plan_is_simulated_as_it_is(trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file = str(tmp_path / "plan.json")
+    plan = find_plan(ModelTrace.load(trace_file), load_network("1gbe").cost(8), "optimal")
+    plan.save(plan_file)
+    rows = rows_of(capsys, "--trace", trace_file, "--network", "10gbe", "--workers", "2,64", "--plan", plan_file)
+    assert [row["num_groups"] for row in rows] == [plan.num_groups] * 2
+
+
+def test_two_levels_slow_links_and_algorithms_are_options(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--trace", trace_file, "--network", "10gbe", "--workers", "64", "--planner", "single,naive,ps,ps-sharded")
+    flat = rows_of(capsys, *common)
+    nodes = rows_of(capsys, *common, "--per-node", "8", "--inside", "nvlink3")
+    slow = rows_of(capsys, *common, "--slow-link", "4")
+    tree = rows_of(capsys, *common, "--algorithm", "binary_tree")
+    assert [row["planner"] for row in flat] == ["single", "naive", "ps", "ps-sharded"]
+    assert nodes[0]["exposed_s"] < flat[0]["exposed_s"] < slow[0]["exposed_s"]
+    assert tree[0]["network"] == "10GbE binary_tree"
+    assert tree[0]["exposed_s"] != flat[0]["exposed_s"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "words"),
+    [
+        (("--workers", "0"), 2, "--workers"),
+        (("--workers", "4,,8"), 2, "--workers"),
+        (("--workers", "four"), 2, "--workers"),
+        (("--workers", "99999999999999999999"), 1, "workers"),
+        (("--scale", "-1"), 2, "--scale"),
+        (("--scale", "nan"), 2, "--scale"),
+        (("--scale", "x"), 2, "--scale"),
+        (("--planner", "best"), 2, "'best' is not one of"),
+        (("--network", "100gbf"), 1, "neither a file nor one of"),
+        (("--network", "no/such.json"), 1, "no/such.json"),
+        (("--inside", "nvlink3"), 2, "give both or none"),
+        (("--algorithm", "butterfly"), 2, "'butterfly' is not one of"),
+        (("--jitter", "-0.1"), 2, "--jitter"),
+        (("--jitter", "0.1", "--steps", "3"), 1, "even number"),
+        (("--straggler", "0.5"), 2, "--straggler"),
+        (("--straggler", "2", "--straggler", "2", "--workers", "1"), 1, "2 stragglers among 1 workers"),
+        (("--contention", "0"), 2, "--contention"),
+        (("--in-flight", "0"), 2, "--in-flight"),
+        (("--per-node", "3", "--inside", "nvlink3"), 1, "do not fill nodes of 3"),
+        (("--plan", "no-such-plan.json"), 1, "no-such-plan.json"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_status_1_or_2(
+    trace_file: str, capsys: pytest.CaptureFixture[str], wrong: tuple[str, ...], status: int, words: str
+) -> None:
+    arguments = ["simulate", "--trace", trace_file]
+    arguments += [] if "--network" in wrong else ["--network", "10gbe"]
+    arguments += [] if "--workers" in wrong else ["--workers", "64"]
+    assert run([*arguments, *wrong]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_workers_are_asked_for_where_the_network_has_none(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--trace", trace_file, "--network", "10gbe"]) == 2
+    assert "--workers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("--trace", '{"format": "mgwfbp.trace/1", "model": "x", "forward_s": 0, "layers": []}', "no layers"),
+        (
+            "--network",
+            json.dumps({**Network("x", "ring", 0.0, 1.0).to_json(), "per_byte_s": -1}),
+            "per_byte_s is -1",
+        ),
+    ],
+)
+def test_a_trace_without_layers_and_a_negative_rate_are_refused(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, words: str
+) -> None:
+    file = tmp_path / "wrong.json"
+    file.write_text(content)
+    options = {"--trace": trace_file, "--network": "10gbe", "--workers": "8", name: str(file)}
+    assert run(["simulate", *(part for option in options.items() for part in option)]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert "wrong.json" in error
+
+
+def terminal_output(arguments: list[str]) -> str:
+    """Run the command with a terminal for its stderr and return what appears there."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from mgwfbp.cli import main; main()", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                seen += chunk
+        except OSError:  # how Linux says that the other side has closed
+            pass
+        finally:
+            os.close(ours)
+        assert process.wait(timeout=60) == 0
+    return seen.decode()
+
+
+def test_a_progress_bar_appears_when_it_takes_more_than_a_second_and_not_before(trace_file: str) -> None:
+    common = ["simulate", "--trace", trace_file, "--network", "10gbe", "--json"]
+    assert "simulating" not in terminal_output([*common, "--workers", "4"])
+    long = ["--workers", ",".join(["1024"] * 24), "--jitter", "0.1", "--jitter-shared", "0.5", "--steps", "100"]
+    assert "simulating" in terminal_output([*common, *long])
+
+
+def test_the_paper_s_evaluation_is_one_command(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = ["--googlenet", trace_file, "--resnet50", trace_file]
+    document = tmp_path / "paper.md"
+    assert run(["paper", *traces, "-o", str(document)]) == 0
+    text = document.read_text()
+    for words in ("Fig. 5", "Figs. 6 and 7", "Fig. 8", "Fig. 9", "Why ours differ", "Past the paper", "4096"):
+        assert words in text
+    for gain in ("1.20 (measured)", "1.36 (measured)", *(f"{g} (simulated)" for g in ("1.78", "1.35", "1.75", "1.45"))):
+        assert gain in text
+    assert "a K80, perhaps" in text
+    capsys.readouterr()
+    assert run(["paper", *traces]) == 0
+    assert "Why ours differ" in capsys.readouterr().out
+
+
+def test_the_paper_s_numbers_as_json_agree_with_simulate(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = ["--googlenet", trace_file, "--resnet50", trace_file, "--per-tensor"]
+    assert run(["paper", *traces, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ours = rows_of(capsys, "--trace", trace_file, "--network", "10gbe", "--workers", "64", "--planner", "mgwfbp")
+    (row,) = (row for row in found["rows"]["resnet50"] if (row["workers"], row["planner"]) == (64, "mgwfbp"))
+    assert row == ours[0]
+    assert {gain["paper"] for gain in found["gains"]} == {1.20, 1.36, 1.78, 1.35, 1.75, 1.45}
+    assert found["crossing"]["googlenet"] is not None
+    assert {row["workers"] for row in found["beyond"]["toy"]} == {64, 256, 1024, 4096}
+    assert all(row["compute_s"] == pytest.approx(0.6 / 50) for row in found["beyond"]["toy"])
+
+
+@pytest.mark.parametrize("missing", ["no-such-trace.json", "no-such-trace", "no/such/trace"])
+def test_a_missing_trace_of_the_paper_is_named(
+    capsys: pytest.CaptureFixture[str], trace_file: str, missing: str
+) -> None:
+    assert run(["paper", "--googlenet", trace_file, "--resnet50", missing]) == 1
+    assert missing in capsys.readouterr().err
+
+
+def test_modern_traces_take_the_place_of_the_assumed_device(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = ["--googlenet", trace_file, "--resnet50", trace_file]
+    assert run(["paper", *traces, "--modern", trace_file, "--modern", trace_file, "--json"]) == 0
+    beyond = json.loads(capsys.readouterr().out)["beyond"]
+    assert list(beyond) == ["toy", "toy (2)"]
+    assert beyond["toy"] == beyond["toy (2)"]
+    assert min(row["compute_s"] for row in beyond["toy"]) == pytest.approx(0.6)  # not scaled
