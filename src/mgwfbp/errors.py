@@ -9,7 +9,8 @@
     ├── CostError     (ValueError)  impossible all-reduce cost, or samples no cost can be fitted to
     ├── NetworkError  (ValueError)  impossible or unknown network
     ├── PlanError     (ValueError)  impossible plan, unknown planner, or a plan for another model
-    └── TimelineError (ValueError)  impossible timeline
+    ├── TimelineError (ValueError)  impossible timeline
+    └── LabError      (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
 
 Each message is one line that says what was expected, what was found, and what to do.
 """
@@ -18,6 +19,7 @@ __all__ = [
     "CostError",
     "FileError",
     "FormatError",
+    "LabError",
     "MgwfbpError",
     "NetworkError",
     "PlanError",
@@ -56,3 +58,7 @@ class PlanError(MgwfbpError, ValueError):
 
 class TimelineError(MgwfbpError, ValueError):
     """A timeline that cannot be."""
+
+
+class LabError(MgwfbpError, RuntimeError):
+    """A lab that cannot be, that cannot be made on this machine, or in which a rank failed."""

@@ -11,6 +11,7 @@ import mgwfbp
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
+from mgwfbp.cli.lab import lab
 from mgwfbp.cli.plan import plan
 from mgwfbp.errors import MgwfbpError
 
@@ -25,6 +26,8 @@ app = typer.Typer(
 )
 for command in (compare, plan, cost, demo):
     app.command()(command)
+# What follows the program's name is its own, options too.
+app.command(context_settings={"allow_interspersed_args": False})(lab)
 
 
 @app.callback(invoke_without_command=True)
