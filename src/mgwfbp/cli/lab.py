@@ -20,6 +20,7 @@ from mgwfbp.units import quote
 __all__ = ["lab"]
 
 _Value = TypeVar("_Value")
+_BOLD = 1
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red
 
 
@@ -91,7 +92,7 @@ def _print_line(line: Line) -> None:
     stream = sys.stderr if line.is_error else sys.stdout
     name = line.label
     if stream.isatty() and not os.environ.get("NO_COLOR"):
-        colour = 1 if line.rank is None else 30 + _COLOURS[line.rank % len(_COLOURS)] % 10
+        colour = _BOLD if line.host is None else _COLOURS[line.host % len(_COLOURS)]
         name = f"\x1b[{colour}m{name}\x1b[0m"
     stream.write(f"{name} | {line.text}\n")
     stream.flush()

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from mgwfbp.errors import LabError
 from mgwfbp.units import quote
 
-__all__ = ["INTERFACE", "MASTER_PORT", "MAX_HOSTS", "MAX_RANKS_PER_HOST", "Cluster", "Rank", "parse_delay", "parse_rate"]
+__all__ = [
+    "INTERFACE",
+    "MASTER_PORT",
+    "MAX_HOSTS",
+    "MAX_RANKS_PER_HOST",
+    "Cluster",
+    "Rank",
+    "parse_delay",
+    "parse_rate",
+]
 
 MAX_HOSTS = 254  # the addresses of one /24
 MAX_RANKS_PER_HOST = 64
@@ -16,11 +25,14 @@ MIN_RATE_BITS_PER_S = 1e5  # slower, and opening a connection takes seconds
 MAX_RATE_BITS_PER_S = 34e9  # tbf's 32-bit rate is in bytes per second
 MIN_MTU_BYTES, MAX_MTU_BYTES = 576, 9000  # what every IPv4 host must take, and jumbo frames
 
-INTERFACE = "lab0"  # no machine has one of this name, so what is known of the machine's own eth0 is never taken for ours
+INTERFACE = (
+    "lab0"  # no machine has one of this name, so what is known of the machine's own eth0 is never taken for ours
+)
 MASTER_PORT = 29500  # torchrun's; each host has all ports for itself
 
-_RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Powers of ten.
+_RATE_UNITS = {"bit": 0, "kbit": 3, "mbit": 6, "gbit": 9}
+_TIME_UNITS = {"us": -6, "ms": -3, "s": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +102,10 @@ class Cluster:
         return self.host_name(rank.host) + (f":{rank.local_rank}" if self.ranks_per_host > 1 else "")
 
     def environment(self, rank: Rank, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return a rank's environment variables: the inherited ones, what ``torchrun`` sets, and the interface to use."""
+        """Return a rank's environment: what it inherits, what ``torchrun`` sets, and which interface to use."""
         # An outer torchrun's own variables would make a rank look for that one's store.
         kept = {name: value for name, value in inherited.items() if not name.startswith("TORCHELASTIC_")}
-        kept.setdefault("OMP_NUM_THREADS", "1")
+        defaults = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
         torchrun = {
             "RANK": rank.rank,
             "LOCAL_RANK": rank.local_rank,
@@ -108,6 +120,7 @@ class Cluster:
             "MASTER_PORT": MASTER_PORT,
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_RUN_ID": "lab",  # some programs look for it to know that they need not start workers
         }
         libraries = {
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -118,7 +131,7 @@ class Cluster:
             "NCCL_IB_DISABLE": 1,
             "NCCL_NET": "Socket",
         }
-        return {**kept, **{name: str(value) for name, value in {**torchrun, **libraries}.items()}}
+        return {**defaults, **kept, **{name: str(value) for name, value in {**torchrun, **libraries}.items()}}
 
 
 def _check(name: str, value: float, lowest: float, highest: float) -> None:
@@ -144,8 +157,8 @@ def parse_delay(text: str) -> float:
     return _parse(text, _TIME_UNITS, "a delay such as 50us or 2ms")
 
 
-def _parse(text: str, units: Mapping[str, float], expected: str) -> float:
+def _parse(text: str, units: Mapping[str, int], expected: str) -> float:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([a-z]+)", text.strip().lower(), flags=re.ASCII)
     if match is None or match[2] not in units:
         raise LabError(f"{quote(text)}, expected {expected} (units: {', '.join(units)})")
-    return float(match[1]) * units[match[2]]
+    return float(f"{match[1]}e{units[match[2]]}")

@@ -13,15 +13,21 @@ __all__ = ["Shaping", "build_hosts", "shaping"]
 _LOOPBACK = 1  # its index in every network namespace
 _ROOT_HANDLE, _INNER_HANDLE = 0x10000, 0x20000
 _ETHERNET_BYTES = 14
+_MAX_PACKET_BYTES = 65536  # the kernel's own limit for TCP over IPv4
+# Measured with three gloo ranks on two busy cores: packets of 2 ms let 64 KiB pass twice as fast as a 200 Mbit link
+# carries them; with packets of 0.5 ms all sizes get 93 to 103 % of the rate.
+_PACKET_S = 500e-6
+_WAKE_UP_S = 200e-6  # between two wake-ups of the kernel's timer on a busy machine
+_QUEUE_S = 20e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
     """How a token bucket (``tbf``) is set so that a link of some rate behaves like one.
 
-    The bucket lets `burst_bytes` through at once after a pause. It must hold what the rate gives between two wake-ups of the
-    kernel's timer, or the link is slower than asked for, and the largest packet; but all it holds is time a
-    message does not pay. So at low rates packets are kept small too.
+    The bucket lets `burst_bytes` through at once after a pause. It must hold the largest packet, and what the rate
+    gives between two wake-ups of the kernel's timer, or the link is slower than asked for; but all it holds is time
+    that a message does not pay. So at low rates packets are kept small too.
     """
 
     rate_bytes_per_s: int
@@ -34,19 +40,18 @@ def shaping(cluster: Cluster) -> Shaping:
     """Choose the token bucket of a cluster's links.
 
     >>> shaping(Cluster(num_hosts=2, rate_bits_per_s=200e6))
-    Shaping(rate_bytes_per_s=25000000, burst_bytes=18942, packet_bytes=12500, queue_bytes=500000)
+    Shaping(rate_bytes_per_s=25000000, burst_bytes=25000, packet_bytes=12500, queue_bytes=500000)
     >>> shaping(Cluster(num_hosts=2, rate_bits_per_s=25e9)).burst_bytes
-    1562500
+    625000
     """
     rate_bytes_per_s = int(cluster.rate_bits_per_s / 8)
     frame_bytes = cluster.mtu_bytes + _ETHERNET_BYTES
-    packet_bytes = min(max(int(rate_bytes_per_s * 500e-6), 2 * frame_bytes), 65536)
+    packet_bytes = min(max(int(rate_bytes_per_s * _PACKET_S), 2 * frame_bytes), _MAX_PACKET_BYTES)
     return Shaping(
         rate_bytes_per_s=rate_bytes_per_s,
-        # One and a half packets: the headers of a large packet's frames count too.
-        burst_bytes=max(int(rate_bytes_per_s * 500e-6), packet_bytes * 3 // 2 + 128, 2 * frame_bytes),
+        burst_bytes=max(2 * packet_bytes, int(rate_bytes_per_s * _WAKE_UP_S)),
         packet_bytes=packet_bytes,
-        queue_bytes=max(int(rate_bytes_per_s * 20e-3), 8 * packet_bytes),
+        queue_bytes=max(8 * packet_bytes, int(rate_bytes_per_s * _QUEUE_S)),
     )
 
 
@@ -71,7 +76,8 @@ def build_hosts(cluster: Cluster) -> list[int]:
         if error.code in (errno.EPERM, errno.EACCES):
             raise forbidden(OSError(error.code, str(error.args[-1]))) from error
         raise LabError(
-            f"the kernel cannot make the network ({error.args[-1]}): it needs veth, bridge and sch_tbf, built in or loadable"
+            f"the kernel cannot make the network ({error.args[-1]}): "
+            "it needs veth, bridge and sch_tbf, built in or as modules"
         ) from error
 
 
@@ -129,6 +135,4 @@ def _add_bucket(netlink: Any, index: int, bucket: Shaping, parent: int | None = 
 def _add_delay(netlink: Any, index: int, delay_s: float, bucket: Shaping) -> None:
     # netem holds what is under way, and counts packets: as many frames as the rate can send meanwhile, and the queue.
     num_packets = int((bucket.rate_bytes_per_s * delay_s + bucket.queue_bytes) / 1000) + 1000
-    netlink.tc(
-        "add", "netem", index=index, handle=_ROOT_HANDLE, delay=max(1, round(delay_s * 1e6)), limit=num_packets
-    )
+    netlink.tc("add", "netem", index=index, handle=_ROOT_HANDLE, delay=max(1, round(delay_s * 1e6)), limit=num_packets)

@@ -1,9 +1,10 @@
 """The few Linux calls that Python does not offer before 3.12, and the namespaces a lab lives in.
 
 [Note: who holds what]
-A lab's switch, links and hosts are in namespaces without a name: the kernel takes each away with the last process in it. All processes
-are in one process namespace, whose first process is the lab's: when that one ends, however it ends, the kernel kills
-all others. And that one is killed by the kernel when the lab's own process ends. So nothing of a lab can outlive it.
+A lab's switch, links and hosts are in namespaces without a name: the kernel takes each away with the last process in
+it. All processes are in one process namespace, whose first process is the lab's supervisor: when that one ends, however
+it ends, the kernel kills all others. And the kernel kills the supervisor when the process that started the lab ends. So
+nothing of a lab can outlive it.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from mgwfbp.errors import LabError
 
-__all__ = ["die_with_parent", "inside", "make_namespaces", "mount_own_proc", "new_network"]
+__all__ = ["cover_file", "die_with_parent", "forbidden", "inside", "make_namespaces", "mount_own_proc", "new_network"]
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
@@ -72,8 +73,8 @@ def forbidden(error: OSError) -> LabError:
     """Say what is missing when the kernel does not let us make a network."""
     reasons = [f"{name} is {value}" for name, value in _FORBIDDEN_BY.items() if _setting(name) == value]
     return LabError(
-        f"the kernel does not let us make a network of our own ({', '.join(reasons) or error.strerror or error}): run as "
-        "root (in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN), or allow unprivileged user namespaces"
+        f"the kernel does not let us make a network of our own ({', '.join(reasons) or error.strerror or error}): "
+        "run as root (in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN), or allow unprivileged user namespaces"
     )
 
 
@@ -103,10 +104,14 @@ def mount_own_proc() -> None:
         _call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC), None)
         for point, source in covers:
             with suppress(OSError):
-                cover = f"/proc/self/fd/{source}".encode()
-                _call("mount", cover, os.fsencode(point), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None)
+                cover_file(Path(f"/proc/self/fd/{source}"), Path(point))
     for _, source in covers:
         os.close(source)
+
+
+def cover_file(source: Path, target: Path) -> None:
+    """Let `source` be found at `target`, for us and our children only."""
+    _call("mount", os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None)
 
 
 def _mount_points() -> list[str]:

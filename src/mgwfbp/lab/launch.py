@@ -85,8 +85,8 @@ def run_lab(
             command=tuple(command),
             environment=inherited,
             parent_pid=os.getpid(),
+            directory=str(directory.path),
             mps_control=control,
-            mps_directory=str(directory.path / "mps"),
             timeout_s=timeout_s,
         )
         failures = _listen(order, directory, output)
@@ -153,8 +153,7 @@ def _supervisor(
             [sys.executable, "-P", "-m", "mgwfbp.lab.supervisor", str(frames_write), str(directory.lock)],
             stdin=subprocess.PIPE,
             pass_fds=(frames_write, directory.lock),
-            # All that can be imported here can be imported there. Ranks do not inherit this.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, **_supervisor_variables()},
             start_new_session=True,  # Ctrl-C on the terminal is for us; we tell the supervisor
         )
     except BaseException:
@@ -174,6 +173,18 @@ def _supervisor(
         while reader.is_alive():
             with suppress(queue.Empty):
                 frames.get(timeout=0.05)
+
+
+def _supervisor_variables() -> dict[str, str]:
+    """Return what the supervisor needs in its environment; ranks do not inherit it."""
+    return {
+        # All that can be imported here can be imported there.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        # numpy's libraries start threads on import, and only a process with one thread may make a user namespace.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
 
 
 class _Reader(threading.Thread):

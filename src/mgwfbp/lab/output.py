@@ -23,6 +23,7 @@ class Line:
     """One line that a rank wrote, or that the lab has to say."""
 
     rank: int | None  # None: the lab itself
+    host: int | None
     label: str  # the rank's host, e.g. "host2"
     text: str
     is_error: bool  # written to standard error
@@ -67,6 +68,7 @@ class Output:
     """Takes the ranks' frames: writes the files, hands on the lines, remembers the last ones and the exit statuses."""
 
     def __init__(self, cluster: Cluster, log_dir: Path | None, on_line: Callable[[Line], None] | None) -> None:
+        self._ranks = cluster.ranks
         self._labels = [cluster.label(rank) for rank in cluster.ranks]
         self._on_line = on_line
         self._splitters = {
@@ -74,7 +76,9 @@ class Output:
         }
         self._last_lines: list[deque[str]] = [deque(maxlen=NUM_LAST_LINES) for _ in self._labels]
         self._files = ExitStack()
-        self._logs = [] if log_dir is None else [self._open(log_dir / log_name(rank)) for rank in range(len(self._labels))]
+        self._logs = (
+            [] if log_dir is None else [self._open(log_dir / log_name(rank)) for rank in range(len(self._labels))]
+        )
         self.statuses: dict[int, int] = {}  # in the order in which ranks ended
 
     def _open(self, path: Path) -> Callable[[bytes], object]:
@@ -112,7 +116,7 @@ class Output:
     def note(self, text: str) -> None:
         """Hand on a line of the lab's own."""
         if self._on_line is not None:
-            self._on_line(Line(None, "lab", text, is_error=True))
+            self._on_line(Line(None, None, "lab", text, is_error=True))
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """Return what a rank wrote last."""
@@ -122,4 +126,6 @@ class Output:
         self._last_lines[rank].extend(lines)
         if self._on_line is not None:
             for text in lines:
-                self._on_line(Line(rank, self._labels[rank], text, is_error=kind is Kind.STDERR))
+                self._on_line(
+                    Line(rank, self._ranks[rank].host, self._labels[rank], text, is_error=kind is Kind.STDERR)
+                )

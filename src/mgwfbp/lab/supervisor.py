@@ -1,7 +1,7 @@
 """The process inside a lab: builds the network, starts the ranks, passes on what they write, and ends them.
 
-Started by `mgwfbp.lab.launch` as ``python -m mgwfbp.lab.supervisor FRAMES_FD LOCK_FD``, with its order on standard input. The end of
-standard input means: end the ranks. See [Note: who holds what] in `mgwfbp.lab.kernel`.
+Started by `mgwfbp.lab.launch` as ``python -m mgwfbp.lab.supervisor FRAMES_FD LOCK_FD``, with its order on standard
+input. The end of standard input means: end the ranks. See [Note: who holds what] in `mgwfbp.lab.kernel`.
 """
 
 import os
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mgwfbp.errors import LabError
 from mgwfbp.lab import mps
-from mgwfbp.lab.cluster import Rank
+from mgwfbp.lab.cluster import Cluster, Rank
 from mgwfbp.lab.hosts import build_hosts
-from mgwfbp.lab.kernel import die_with_parent, inside, make_namespaces, mount_own_proc
+from mgwfbp.lab.kernel import cover_file, die_with_parent, inside, make_namespaces, mount_own_proc
 from mgwfbp.lab.wire import Frame, FrameWriter, Kind, Order
 from mgwfbp.units import format_seconds
 
@@ -89,6 +89,7 @@ def _be_first_process(order: Order, frames: FrameWriter) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     mount_own_proc()
+    _name_hosts(order.cluster, Path(order.directory, "hosts"))
     try:
         networks = build_hosts(order.cluster)
         mps_variables = _start_mps(order, frames)
@@ -105,17 +106,34 @@ def _be_first_process(order: Order, frames: FrameWriter) -> None:
         _kill_all()
         return
     if order.mps_control and mps_variables:
-        mps.stop(order.mps_control, Path(order.mps_directory), order.environment)
+        mps.stop(order.mps_control, _mps_directory(order), order.environment)
     # Only after this do the pipes end: a rank may have left processes that hold them.
     _kill_all()
     ranks.drain()
+
+
+def _name_hosts(cluster: Cluster, path: Path) -> None:
+    """Let the hosts be found by name, and their names by address, which torch looks up and warns if it finds none."""
+    target = Path("/etc/hosts")
+    lines = [
+        f"{prefix}{cluster.address(host)} {cluster.host_name(host)}\n"
+        for host in range(cluster.num_hosts)
+        for prefix in ("", "::ffff:")  # as torch's IPv6 sockets know them
+    ]
+    with suppress(OSError):  # addresses are enough
+        path.write_bytes(target.read_bytes() + b"\n" + "".join(lines).encode("ascii"))
+        cover_file(path, target)
+
+
+def _mps_directory(order: Order) -> Path:
+    return Path(order.directory, "mps")
 
 
 def _start_mps(order: Order, frames: FrameWriter) -> dict[str, str]:
     """Start CUDA MPS if asked to, and return what the ranks need to use it."""
     if order.mps_control is None:
         return {}
-    directory = Path(order.mps_directory)
+    directory = _mps_directory(order)
     try:
         mps.start(order.mps_control, directory, order.environment)
     except LabError as error:
@@ -193,12 +211,13 @@ class _Ranks:
         """Ask all ranks to end; those that do not are killed after a while."""
         if self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + GRACE_S
+            # Only the ranks themselves: one that saves its work may need its helpers for it.
             self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._running:
             with suppress(ProcessLookupError):
-                os.kill(-pid, number)  # its whole process group
+                os.kill(pid, number)
 
     def wait(self) -> None:
         """Pass on what the ranks write until the last has ended; the first that fails ends the others."""

@@ -22,8 +22,8 @@ class Order:
     command: tuple[str, ...]
     environment: dict[str, str]  # what every rank inherits
     parent_pid: int  # the process outside, with which all must end
+    directory: str  # where the lab may keep files
     mps_control: str | None  # the program that starts CUDA MPS, if that is to be done
-    mps_directory: str
     timeout_s: float | None
 
     def dumps(self) -> bytes:
@@ -74,7 +74,7 @@ class FrameWriter:
 
 def read_frames(descriptor: int) -> Iterator[Frame]:
     """Read frames until the pipe ends; a frame cut short by a killed writer is dropped."""
-    with open(descriptor, "rb") as pipe:  # noqa: PTH123 - a descriptor is no path
+    with open(descriptor, "rb") as pipe:
         while len(header := pipe.read(_HEADER.size)) == _HEADER.size:
             kind, rank, status, length = _HEADER.unpack(header)
             payload = pipe.read(length)
