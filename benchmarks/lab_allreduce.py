@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds-per-size", type=float, default=3.0, help="fewer repeats rather than longer")
     options = parser.parse_args()
+    device = "cpu"
     if options.backend == "nccl":
+        device = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    device = "cuda" if options.backend == "nccl" else "cpu"
     dist.init_process_group(options.backend)
     rows = [measure(int(size), device, options) for size in options.sizes.split(",")]
     if dist.get_rank() == 0:
         found = {"backend": options.backend, "workers": dist.get_world_size(), "torch": torch.__version__, "rows": rows}
         if device == "cuda":
-            nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            found |= {"device": torch.cuda.get_device_name(), "nccl": ".".join(map(str, nccl))}
+            nccl: Any = torch.cuda.nccl  # has no types
+            found |= {"device": torch.cuda.get_device_name(), "nccl": ".".join(map(str, nccl.version()))}
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
     dist.destroy_process_group()
@@ -44,7 +46,7 @@ def measure(num_bytes: int, device: str, options: argparse.Namespace) -> dict[st
 
 
 def once(tensor: torch.Tensor) -> float:
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1, device=tensor.device))  # all ranks are here
     synchronize(tensor)
     start_s = time.perf_counter()
     dist.all_reduce(tensor)

@@ -265,8 +265,10 @@ def test_the_python_call_gives_statuses_lines_and_the_failing_rank(tmp_path: Pat
     lines: list[Line] = []
     cluster = Cluster(num_hosts=2, rate_bits_per_s=1e9, ranks_per_host=2)
     script = "echo $MINE; [ $RANK = 3 ] && exit 5; sleep 300"
-    environment = {**os.environ, "MINE": "given"}
-    result = run_lab(cluster, ["sh", "-c", script], environment=environment, on_line=lines.append, log_dir=tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mine").symlink_to("/bin/sh")
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "MINE": "given"}
+    result = run_lab(cluster, ["mine", "-c", script], environment=environment, on_line=lines.append, log_dir=tmp_path)
     assert (result.status, result.failed_rank, result.failed_label, result.last_lines) == (5, 3, "host1:1", ("given",))
     assert result.statuses == (143, 143, 143, 5)
     assert {line.text for line in lines} <= {"given"}

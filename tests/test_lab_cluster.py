@@ -138,7 +138,7 @@ def test_a_line_without_end_comes_in_pieces_and_loses_nothing() -> None:
 @given(st.lists(st.text(st.characters(exclude_characters="\0")), min_size=1), st.dictionaries(st.text(), st.text()))
 def test_an_order_arrives_as_it_was_sent(command: list[str], environment: dict[str, str]) -> None:
     cluster = Cluster(num_hosts=3, rate_bits_per_s=1e9, delay_s=5e-5)
-    order = Order(cluster, (*command, "\udcff"), environment, 1, "/tmp/x", None, 2.5)  # noqa: S108 - only a text
+    order = Order(cluster, "sh", (*command, "\udcff"), environment, 1, "/tmp/x", None, 2.5)  # noqa: S108 - only a text
     assert Order.loads(order.dumps()) == order
     assert order.dumps().count(b"\n") == 1
 

@@ -73,7 +73,8 @@ def run_lab(
         use_mps: start CUDA MPS where it is installed and not running yet, so that ranks share a GPU.
     """
     inherited = dict(os.environ if environment is None else environment)
-    _check_needs(command, inherited)
+    program = _find_program(command, inherited)
+    _check_needs()
     with Output(cluster, None if log_dir is None else Path(log_dir), on_line) as output, run_directory() as directory:
         for pid in directory.removed:
             output.note(f"removed what lab {pid} left behind when it was killed")
@@ -82,6 +83,7 @@ def run_lab(
             control = None  # the ranks find it as we did
         order = Order(
             cluster=cluster,
+            program=program,
             command=tuple(command),
             environment=inherited,
             parent_pid=os.getpid(),
@@ -104,14 +106,19 @@ def run_lab(
     )
 
 
-def _check_needs(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _find_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    if not command:
+        raise LabError("no command to run")
+    program = shutil.which(command[0], path=environment.get("PATH"))
+    if program is None:
+        raise LabError(f"{quote(command[0])} is not a program that can be run")
+    return program
+
+
+def _check_needs() -> None:
     """Raise what can be known to go wrong before anything is made."""
     if sys.platform != "linux":
         raise LabError(f"a lab needs Linux, this is {sys.platform}")
-    if not command:
-        raise LabError("no command to run")
-    if shutil.which(command[0], path=environment.get("PATH")) is None:
-        raise LabError(f"{quote(command[0])} is not a program that can be run")
     if importlib.util.find_spec("pyroute2") is None:
         raise LabError("a lab needs pyroute2: pip install 'mgwfbp[lab]'")
 

@@ -185,8 +185,8 @@ class _Ranks:
         stdout_read, stdout_write = os.pipe()
         stderr_read, stderr_write = os.pipe()
         try:
-            pid = os.posix_spawnp(
-                command[0],
+            pid = os.posix_spawn(
+                self._order.program,
                 command,
                 environment,
                 file_actions=[

@@ -19,7 +19,8 @@ class Order:
     """What the supervisor is to do."""
 
     cluster: Cluster
-    command: tuple[str, ...]
+    program: str  # what to run, found on the ranks' own search path
+    command: tuple[str, ...]  # its arguments, the name it is called by first
     environment: dict[str, str]  # what every rank inherits
     parent_pid: int  # the process outside, with which all must end
     directory: str  # where the lab may keep files
