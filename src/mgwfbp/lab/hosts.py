@@ -14,8 +14,8 @@ _LOOPBACK = 1  # its index in every network namespace
 _ROOT_HANDLE, _INNER_HANDLE = 0x10000, 0x20000
 _ETHERNET_BYTES = 14
 _MAX_PACKET_BYTES = 65536  # the kernel's own limit for TCP over IPv4
-# Measured with three gloo ranks on two busy cores: packets of 2 ms let 64 KiB pass twice as fast as a 200 Mbit link
-# carries them; with packets of 0.5 ms all sizes get 93 to 103 % of the rate.
+# Measured with three gloo ranks at 200 Mbit (benchmarks/lab.md): a bucket of 4 ms lets 64 KiB pass twice as fast as the
+# link carries them; with one of 1 ms, two packets of 0.5 ms, the fastest of each size get 94 to 110 % of the rate.
 _PACKET_S = 500e-6
 _WAKE_UP_S = 200e-6  # between two wake-ups of the kernel's timer on a busy machine
 _QUEUE_S = 20e-3
