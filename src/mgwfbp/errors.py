@@ -11,7 +11,8 @@
     ├── PlanError       (ValueError)   impossible plan, unknown planner, or a plan for another model
     ├── TimelineError   (ValueError)   impossible timeline
     ├── SimulationError (ValueError)   impossible scenario or cluster
-    └── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
+    ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
+    └── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
 
 Each message is one line that says what was expected, what was found, and what to do.
 """
@@ -20,6 +21,7 @@ __all__ = [
     "CostError",
     "FileError",
     "FormatError",
+    "LabError",
     "MeasureError",
     "MgwfbpError",
     "NetworkError",
@@ -68,3 +70,7 @@ class MeasureError(MgwfbpError, RuntimeError):
 
 class SimulationError(MgwfbpError, ValueError):
     """A scenario or a cluster that cannot be simulated."""
+
+
+class LabError(MgwfbpError, RuntimeError):
+    """A lab that cannot be, that cannot be made on this machine, or in which a rank failed."""

@@ -11,6 +11,7 @@ import mgwfbp
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
+from mgwfbp.cli.lab import lab
 from mgwfbp.cli.measure import measure
 from mgwfbp.cli.output import talk
 from mgwfbp.cli.paper import paper
@@ -30,6 +31,8 @@ app = typer.Typer(
 )
 for command in (compare, plan, cost, simulate, paper, traces, demo):
     app.command()(command)
+# What follows the program's name is its own, options too.
+app.command(context_settings={"allow_interspersed_args": False})(lab)
 app.add_typer(measure, name="measure")
 
 
