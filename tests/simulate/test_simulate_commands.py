@@ -214,8 +214,16 @@ def test_the_paper_s_numbers_as_json_agree_with_simulate(trace_file: str, capsys
     assert row == ours[0]
     assert {gain["paper"] for gain in found["gains"]} == {1.20, 1.36, 1.78, 1.35, 1.75, 1.45}
     assert found["crossing"]["googlenet"] is not None
-    assert {row["workers"] for row in found["beyond"]["toy"]} == {64, 256, 1024, 4096}
-    assert all(row["compute_s"] == pytest.approx(0.6 / 50) for row in found["beyond"]["toy"])
+    assert list(found["beyond"]) == ["resnet50", "densenet201", "bert", "gpt2"]
+    assert {row["workers"] for row in found["beyond"]["bert"]} == {64, 256, 1024, 4096}
+
+
+def test_the_paper_needs_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["paper", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # The traces that come with the package show the crossing the paper points out.
+    assert found["crossing"]["googlenet"] is not None
+    assert found["crossing"]["resnet50"] is not None
 
 
 @pytest.mark.parametrize("missing", ["no-such-trace.json", "no-such-trace", "no/such/trace"])
@@ -226,7 +234,7 @@ def test_a_missing_trace_of_the_paper_is_named(
     assert missing in capsys.readouterr().err
 
 
-def test_modern_traces_take_the_place_of_the_assumed_device(
+def test_modern_traces_take_the_place_of_those_that_come_with_the_package(
     trace_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     traces = ["--googlenet", trace_file, "--resnet50", trace_file]

@@ -2,18 +2,24 @@
 
 from mgwfbp.cli.compare import comparison, print_comparison
 from mgwfbp.cli.output import talk
-from mgwfbp.cost import LinearCost
+from mgwfbp.network import load_network
 from mgwfbp.planners import PLANNERS
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import load_trace
 
 __all__ = ["demo"]
 
+TRACE = "googlenet-h200-b64"
+
 
 def demo() -> None:
-    """Show on six gradients what merging gains and that it must be planned."""
-    # The example of docs/optimality.md, its units read as milliseconds and megabytes.
-    layers = tuple(LayerTrace(f"layer{number}.weight", 2e-3, 1_000_000) for number in range(6, 0, -1))
-    trace = ModelTrace("six layers", 6e-3, layers)
-    cost = LinearCost(workers=8, startup_s=3e-3, per_byte_s=1e-9)
-    talk(f"{trace!r}\n{cost!r}")
-    print_comparison(comparison(trace, cost, dict(PLANNERS)))
+    """Compare the planners on a recorded model and three networks: no fixed rule is best everywhere."""
+    trace = load_trace(TRACE)
+    talk(f"{trace!r}, recorded on an H200")
+    for network, workers in (("10gbe", 8), ("100gbe", 32), ("ib-hdr", 64)):
+        cost = load_network(network).cost(workers)
+        talk(f"\n{load_network(network).name}, {cost!r}")
+        print_comparison(comparison(trace, cost, dict(PLANNERS)))
+    talk(
+        f"\n`mgwfbp compare --trace {TRACE} --cost cost.json` compares on your network, "
+        "`mgwfbp measure` measures your model and network."
+    )

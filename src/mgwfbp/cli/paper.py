@@ -16,7 +16,7 @@ from mgwfbp.cli.simulate import strategy_of
 from mgwfbp.network import PRESETS, Network, load_network
 from mgwfbp.planners import PLANNERS
 from mgwfbp.record import write_text
-from mgwfbp.simulate import Cluster, Grid, SweepRow, find_crossing, find_limits, scale_trace, sweep
+from mgwfbp.simulate import Cluster, Grid, SweepRow, find_crossing, find_limits, sweep
 from mgwfbp.simulate.evaluation import by_layer, compare_with_paper, paper_rows
 from mgwfbp.trace import ModelTrace, load_trace
 
@@ -25,9 +25,8 @@ __all__ = ["paper", "paper_traces"]
 STRATEGIES = ("naive", "ps", "ps-sharded", "wfbp", "single", "mgwfbp", "optimal")
 BEYOND_STRATEGIES = ("wfbp", "single", "bucket", "mgwfbp", "optimal")
 BEYOND_WORKERS = (64, 256, 1024, 4096)
-# Where no trace of a modern GPU is given, one 50 times as fast as a K80 is assumed: that trains ResNet-50 at some 50
-# images a second, a GPU of 2024 in mixed precision at some 2500.
-MODERN_SCALE = 1 / 50
+# A modern GPU and modern models, recorded.
+BEYOND_TRACES = ("resnet50-h200-b32", "densenet201-h200-b32", "bert-h200-b32", "gpt2-h200-b8")
 
 
 def paper_traces() -> dict[str, str]:
@@ -43,7 +42,8 @@ def paper(
     modern: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME|FILE", help="Trace of a modern GPU or model, for what is past the paper; repeatable."
+            metavar="NAME|FILE",
+            help="Traces for what is past the paper, if not those of an H200 that come with mgwfbp; repeatable.",
         ),
     ] = None,
     per_tensor: Annotated[
@@ -58,9 +58,8 @@ def paper(
     """Repeat the paper's evaluation, and go past it: to 4096 workers and faster networks."""
     given = {"googlenet": googlenet, "resnet50": resnet50}
     traces = {model: load_trace(given[model] or name) for model, name in paper_traces().items()}
-    beyond_traces = [load_trace(name) for name in modern or ()]
     link = load_network(network)
-    beyond = _beyond(beyond_traces or [scale_trace(trace, MODERN_SCALE) for trace in traces.values()], link)
+    beyond = _beyond([load_trace(name) for name in modern or BEYOND_TRACES], link)
     if not per_tensor:
         traces = {model: by_layer(trace) for model, trace in traces.items()}
     strategies = [strategy_of(name, dict(PLANNERS)) for name in STRATEGIES]
@@ -68,8 +67,7 @@ def paper(
     if as_json:
         text = json.dumps(_to_json(rows, beyond), indent=1) + "\n"
     else:
-        assumed_scale = None if beyond_traces else MODERN_SCALE
-        sections = [*evaluation_sections(traces, rows, link), beyond_section(beyond, assumed_scale)]
+        sections = [*evaluation_sections(traces, rows, link), beyond_section(beyond)]
         text = to_markdown("The paper's evaluation again (simulated)", sections)
         if output is None:
             print_sections(sections)

@@ -56,7 +56,7 @@ def _inputs(traces: Mapping[str, ModelTrace], network: Network) -> Section:
         f"Network: {network!r}.",
     ]
     for model, trace in traces.items():
-        source = ", ".join(f"{name}: {value}" for name, value in trace.source.items()) or "not stated"
+        source = ", ".join(f"{name}: {value}" for name, value in trace.source.items() if value) or "not stated"
         parts.append(f"{MODELS[model]}: {trace!r}. Source of the trace: {source}.")
     return Section("What was simulated", tuple(parts))
 
@@ -182,7 +182,7 @@ REASONS = {
     ("wfbp", True, "simulated"): "there are more gradients here, so more start-up times to save",
     ("single", False, "measured"): "here bytes go at the line rate; SyncEASGD's one exposed message took longer on a "
     "real network",
-    ("single", False, "simulated"): "here bytes go at the line rate; the paper must have taken a slower one",
+    ("single", False, "simulated"): "here bytes go at the line rate; a slower one would give what the paper has",
     ("single", True, "measured"): "here there is less computation to each byte",
     ("single", True, "simulated"): "here there is less computation to each byte",
 }
@@ -197,15 +197,12 @@ def _difference(model: str, gain: GainRow) -> str:
     return f"{numbers}: {REASONS[published.against, ours > published.gain, published.how]}."
 
 
-def beyond_section(rows: _Rows, assumed_scale: float | None) -> Section:
+def beyond_section(rows: _Rows) -> Section:
     """Return what more workers and faster networks would give, and what limits them."""
-    device = "the traces' own devices"
-    if assumed_scale is not None:
-        device = f"a device {1 / assumed_scale:.0f} times as fast as that of the traces"
     parts: list[Part] = [
-        f"Computation on {device}, gradients by tensor as PyTorch has them, all networks at line rate; 100GbE with the "
-        "start-up times of TCP, InfiniBand HDR with 8 GPUs a node over NVLink 3. Times are those of a step; the last "
-        "column says what the best plan's step is made of."
+        "Computation as in the traces (an H200 in fp32, if none were given), gradients by tensor as PyTorch has them, "
+        "all networks at line rate; 100GbE with the start-up times of TCP, InfiniBand HDR with 8 GPUs a node over "
+        "NVLink 3. Times are those of a step; the last column says what the best plan's step is made of."
     ]
     for model, some in rows.items():
         planners = list(dict.fromkeys(row.planner for row in some))
