@@ -21,7 +21,7 @@ from tests.measure.models import SlowMiddle, tiny_transformer
 
 def identical() -> dict[str, Any]:
     trace = agree_on_trace(measure_backward(SlowMiddle(0.001), torch.ones(2, 4), steps=2))
-    cost = agree_on_cost(measure_allreduce(max_bytes=2**12, budget_s=60.0))
+    cost = agree_on_cost(measure_allreduce(max_bytes=2**12, budget_s=60.0, max_rounds=3))
     return {"trace": trace.to_json(), "cost": cost.to_json()}
 
 

@@ -131,7 +131,8 @@ class Tape:
     def gradient(self, ts: float, *shape: int) -> None:
         name = "torch::autograd::AccumulateGrad"
         self.add("cpu_op", f"autograd::engine::evaluate_function: {name}", ts - 1, 4, 2)
-        self.add("cpu_op", name, ts, 2, 2, **{"Input Dims": [list(shape)]})
+        self.add("cpu_op", name, ts, 2, 2)
+        self.events[-1]["args"]["Input Dims"] = [list(shape)]
 
     def forward(self, at: float) -> None:
         self.add("cpu_op", "aten::linear", at + 10, 20, 1)
