@@ -37,6 +37,13 @@ def different_settings() -> dict[str, Any]:
     return {"cost": measure_allreduce(max_bytes=2**12 + dist.get_rank(), max_rounds=3).to_json()}
 
 
+def no_time() -> dict[str, Any]:
+    """A network on which even the smallest messages take longer than the budget."""
+    reported: list[float] = []
+    cost = measure_allreduce(max_bytes=2**20, budget_s=1e-6, on_progress=reported.append)
+    return {"cost": cost.to_json(), "reported": reported}
+
+
 def sparse() -> dict[str, Any]:
     """The gradient of an embedding has a row for every token of the batch, which is another one on every rank."""
     model = nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
@@ -83,6 +90,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "identical": identical,
     "different_models": different_models,
     "different_settings": different_settings,
+    "no_time": no_time,
     "sparse": sparse,
     "one_fails": one_fails,
     "killed": killed,

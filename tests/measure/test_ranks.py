@@ -44,7 +44,7 @@ def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return run_well(folder, 3, "different_models", "different_settings", "one_fails", "sparse")
+    return run_well(folder, 3, "different_models", "different_settings", "no_time", "one_fails", "sparse")
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -71,6 +71,16 @@ def test_ranks_that_sweep_differently_all_say_so(of_three: dict[str, list[Any]])
     assert errors == [errors[0]] * 3
     assert "rank 0 was given max_bytes=4096" in errors[0]
     assert "rank 1 max_bytes=4097" in errors[0]
+
+
+def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> None:
+    assert all(result["cost"] == of_three["no_time"][0]["cost"] for result in of_three["no_time"])
+    for result in of_three["no_time"]:
+        source = result["cost"]["source"]
+        assert [size for size, _ in source["isolated"]] == [4, 8]
+        assert source["rounds"] == 3
+        assert result["reported"] == sorted(result["reported"])
+        assert result["reported"][-1] == 1.0
 
 
 def test_a_failure_on_one_rank_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:
