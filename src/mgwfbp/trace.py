@@ -129,6 +129,8 @@ class ModelTrace(Record):
 def recorded_traces() -> list[str]:
     """Return the names of the traces that come with the package; `load_trace` takes them."""
     folder = resources.files("mgwfbp") / "data" / "traces"
+    if not folder.is_dir():  # a checkout without them
+        return []
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 

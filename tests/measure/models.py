@@ -86,3 +86,20 @@ def broken_factory() -> tuple[nn.Module, Tensor]:
 
 def not_a_factory() -> int:
     return 3
+
+
+class Raises(nn.Module):
+    """A model with a mistake in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape:
+            raise KeyError("no such\nlayer")
+        return x
+
+
+def raising_factory() -> tuple[nn.Module, Tensor]:
+    return Raises(), torch.ones(2, 4)

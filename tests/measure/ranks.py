@@ -1,10 +1,12 @@
-"""What one rank does in the tests of several: ``python -m tests.measure.ranks SCENARIO FOLDER``."""
+"""What one rank does in the tests of several: ``python -m tests.measure.ranks FOLDER SCENARIO ...``."""
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.measure.models import SlowMiddle, tiny_transformer
 
 def identical() -> dict[str, Any]:
     trace = agree_on_trace(measure_backward(SlowMiddle(0.001), torch.ones(2, 4), steps=2))
-    cost = agree_on_cost(measure_allreduce(max_bytes=2**12, budget_s=60.0))
+    cost = agree_on_cost(measure_allreduce(max_bytes=4000, budget_s=60.0, max_rounds=3))
     return {"trace": trace.to_json(), "cost": cost.to_json()}
 
 
@@ -29,6 +31,24 @@ def different_models() -> dict[str, Any]:
     width = 5 if dist.get_rank() == dist.get_world_size() - 1 else 4
     trace = measure_backward(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)), torch.ones(2, 4), steps=1)
     return {"trace": agree_on_trace(trace).to_json()}
+
+
+def different_settings() -> dict[str, Any]:
+    return {"cost": measure_allreduce(max_bytes=2**12 + dist.get_rank(), max_rounds=3).to_json()}
+
+
+def no_time() -> dict[str, Any]:
+    """A network on which even the smallest messages take longer than the budget."""
+    reported: list[float] = []
+    cost = measure_allreduce(max_bytes=2**20, budget_s=1e-6, on_progress=reported.append)
+    return {"cost": cost.to_json(), "reported": reported}
+
+
+def sparse() -> dict[str, Any]:
+    """The gradient of an embedding has a row for every token of the batch, which is another one on every rank."""
+    model = nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
+    tokens = torch.arange(1 + dist.get_rank()).unsqueeze(0)
+    return {"trace": agree_on_trace(measure_backward(model, tokens, steps=1)).to_json()}
 
 
 def one_fails() -> dict[str, Any]:
@@ -66,21 +86,32 @@ def order(model: str) -> dict[str, Any]:
     }
 
 
-SCENARIOS = {"identical": identical, "different_models": different_models, "one_fails": one_fails, "killed": killed}
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "identical": identical,
+    "different_models": different_models,
+    "different_settings": different_settings,
+    "no_time": no_time,
+    "sparse": sparse,
+    "one_fails": one_fails,
+    "killed": killed,
+    **{f"order:{model}": partial(order, model) for model in ("resnet18", "googlenet", "transformer")},
+}
 
 
 def main() -> None:
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
     )
-    try:
-        result = SCENARIOS[scenario]() if scenario in SCENARIOS else order(scenario.removeprefix("order:"))
-    except MeasureError as error:
-        result = {"error": str(error)}
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    results = {}
+    for scenario in scenarios:
+        try:
+            results[scenario] = SCENARIOS[scenario]()
+        except MeasureError as error:
+            results[scenario] = {"error": str(error)}
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

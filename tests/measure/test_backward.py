@@ -1,6 +1,8 @@
 """When gradients are ready: order against DDP's reducer, odd parameters, and nothing left changed."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mgwfbp import MeasureError, ModelTrace, measure_backward
-from mgwfbp.measure.workload import build_workload
+from mgwfbp.measure.workload import build_workload, default_loss
 from tests.measure.models import Checkpointed, Odd, SlowMiddle
 
 
@@ -82,6 +84,64 @@ def test_everything_is_as_before_when_the_model_fails() -> None:
     assert model.head.weight.grad is gradient
 
 
+def test_a_replaced_buffer_and_the_gradient_of_an_input_are_as_before() -> None:
+    class Counts(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, x = Counts(), torch.ones(2, 4, requires_grad=True)
+    before = model.count
+    measure_backward(model, {"x": x}, steps=2)
+    assert model.count is before
+    assert before == 0
+    assert x.grad is None
+
+
+def test_parameters_of_any_dtype_and_size() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            self.wide = nn.Parameter(torch.ones((), dtype=torch.float64))
+            self.nothing = nn.Parameter(torch.ones(0, 3))
+
+        def forward(self) -> tuple[Tensor, None, list[Tensor]]:
+            return (self.wave * self.narrow).abs() * self.wide, None, [self.nothing.sum()]
+
+    trace = measure_backward(Mixed(), (), steps=2)
+    assert sizes(trace) == {"wave": 3 * 8, "narrow": 3 * 2, "wide": 8, "nothing": 0}
+    assert trace.source["unused"] == []
+
+
+def test_a_nested_batch_reaches_the_model_as_it_is() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, pair: tuple[Tensor, dict[str, Tensor]], scale: float) -> Tensor:
+            return self.layer(pair[0] + pair[1]["more"]) * scale  # type: ignore[no-any-return]
+
+    one = torch.ones(2, 4)
+    for batch in (((one, {"more": one}), 2.0), {"pair": (one, {"more": one}), "scale": 2.0}):
+        assert len(measure_backward(Nested(), batch, steps=1).layers) == 2
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(MeasureError, match=r"'1.weight' is on meta, '0.weight' on cpu; one clock"):
+        measure_backward(model, torch.ones(2, 4))
+
+
 def test_under_autocast_the_bytes_are_those_of_the_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     trace = measure_backward(model, torch.ones(2, 4), steps=2, autocast_dtype=torch.bfloat16)
@@ -132,6 +192,7 @@ def test_an_order_that_changes_is_reported() -> None:
     [
         (nn.Linear(4, 4), lambda output: output, r"the loss is \(2, 4\), expected a tensor with one number"),
         (nn.Linear(4, 4), lambda _: 3.0, "the loss is float, expected a tensor"),
+        (nn.Linear(4, 4), lambda _: default_loss(None), "returned 'NoneType' without a floating-point tensor"),
         (nn.Linear(4, 4).requires_grad_(False), lambda output: output.sum(), "no parameter that requires a gradient"),
         (nn.Linear(4, 4), lambda output: output.detach().sum(), "does not depend on any parameter"),
         (nn.Linear(4, 4), lambda _: torch.ones(1, requires_grad=True).sum(), "gave no parameter a gradient"),
@@ -167,3 +228,24 @@ def test_googlenet_has_both_auxiliary_heads() -> None:
     workload = build_workload("googlenet", batch_size=1, device="meta")
     count = sum(parameter.numel() for parameter in workload.model.parameters())
     assert 12.9e6 < count < 13.1e6  # "about 13 millions" in the paper
+
+
+def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    workload = build_workload(f"hf:{folder}", batch_size=2, sequence_length=16)
+    assert workload.name == "tiny"
+    trace = measure_backward(workload.model, workload.batch, workload.loss_fn, steps=1)
+    assert names(trace)[-1] in ("transformer.wte.weight", "transformer.wpe.weight")
+    with pytest.raises(MeasureError, match=r"sequence length 17: .* takes at most 16"):
+        build_workload(f"hf:{folder}", batch_size=2, sequence_length=17)
+
+
+def test_a_configuration_that_names_code_is_refused_and_the_code_not_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    auto = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto}))
+    with pytest.raises(MeasureError, match="no Hugging Face language model"):
+        build_workload(f"hf:{tmp_path}", batch_size=1)

@@ -12,12 +12,14 @@ import pytest
 
 from mgwfbp import ModelTrace, PiecewiseCost
 
+Results = list[dict[str, Any] | None]
 
-def run_ranks(scenario: str, folder: Path, world: int) -> tuple[list[Any], list[int]]:
-    """Run a scenario of tests/measure/ranks.py; return what each rank wrote (None for nothing) and its exit status."""
+
+def run_ranks(folder: Path, world: int, *scenarios: str) -> tuple[Results, list[int]]:
+    """Run scenarios of tests/measure/ranks.py; return what each rank wrote (None for nothing) and its exit status."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.measure.ranks", scenario, str(folder)],
+            [sys.executable, "-m", "tests.measure.ranks", str(folder), *scenarios],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
         )
         for rank in range(world)
@@ -32,40 +34,77 @@ def run_ranks(scenario: str, folder: Path, world: int) -> tuple[list[Any], list[
     return [json.loads(file.read_text()) if file.exists() else None for file in files], statuses
 
 
+def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
+    """Run scenarios that end on every rank; return what each rank found, by scenario."""
+    results, statuses = run_ranks(folder, world, *scenarios)
+    assert statuses == [0] * world
+    return {scenario: [result[scenario] for result in results if result] for scenario in scenarios}
+
+
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_well(folder, 3, "different_models", "different_settings", "no_time", "one_fails", "sparse")
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_ranks_hold_the_identical_trace_and_cost(tmp_path: Path, world: int) -> None:
-    results, statuses = run_ranks("identical", tmp_path, world)
-    assert statuses == [0] * world
+    results = run_well(tmp_path, world, "identical")["identical"]
+    assert len(results) == world
     assert all(result == results[0] for result in results)
     trace, cost = ModelTrace.from_json(results[0]["trace"]), PiecewiseCost.from_json(results[0]["cost"])
     assert trace.source["ranks"] == world
     assert cost.workers == world
-    assert [size for size, _ in cost.source["isolated"]] == [4 * 2**power for power in range(11)]
+    # Doubling, and the largest message itself.
+    assert [size for size, _ in cost.source["isolated"]] == [*(4 * 2**power for power in range(10)), 4000]
     assert all(time > 0 for _, time in cost.source["streamed"])
+    assert cost.source["rounds"] == 3
 
 
-def test_ranks_with_different_models_all_name_the_first_difference(tmp_path: Path) -> None:
-    results, _ = run_ranks("different_models", tmp_path, 3)
+def test_ranks_with_different_models_all_name_the_first_difference(of_three: dict[str, list[Any]]) -> None:
     message = "the models differ: gradient '1.weight' is 16 bytes on rank 0 and 20 bytes on rank 2"
-    assert [result["error"] for result in results] == [message] * 3
+    assert [result["error"] for result in of_three["different_models"]] == [message] * 3
 
 
-def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    results, _ = run_ranks("one_fails", tmp_path, 3)
-    assert [result["error"] for result in results] == ["rank 1 failed: ValueError: no luck"] * 3
+def test_ranks_that_sweep_differently_all_say_so(of_three: dict[str, list[Any]]) -> None:
+    errors = [result["error"] for result in of_three["different_settings"]]
+    assert errors == [errors[0]] * 3
+    assert "rank 0 was given max_bytes=4096" in errors[0]
+    assert "rank 1 max_bytes=4097" in errors[0]
+
+
+def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> None:
+    assert all(result["cost"] == of_three["no_time"][0]["cost"] for result in of_three["no_time"])
+    for result in of_three["no_time"]:
+        source = result["cost"]["source"]
+        assert [size for size, _ in source["isolated"]] == [4, 8]
+        assert source["rounds"] == 3
+        assert result["reported"] == sorted(result["reported"])
+        assert result["reported"][-1] == 1.0
+
+
+def test_a_failure_on_one_rank_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:
+    assert [result["error"] for result in of_three["one_fails"]] == ["rank 1 failed: ValueError: no luck"] * 3
+
+
+def test_of_a_sparse_gradient_the_largest_counts(of_three: dict[str, list[Any]]) -> None:
+    traces = [ModelTrace.from_json(result["trace"]) for result in of_three["sparse"]]
+    assert traces[1:] == traces[:-1]
+    assert traces[0].grad_bytes == 3 * (8 + 4 * 4)  # three tokens on the last rank: an index and four numbers each
 
 
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path: Path) -> None:
-    results, statuses = run_ranks("killed", tmp_path, 3)
+    results, statuses = run_ranks(tmp_path, 3, "killed")
     assert statuses[1] == -signal.SIGKILL
     assert results[1] is None
-    for rank in (0, 2):
-        assert "the all-reduce sweep failed, a rank may have died" in results[rank]["error"]
+    for result in (results[0], results[2]):
+        assert result is not None
+        assert "the all-reduce sweep failed, a rank may have died" in result["killed"]["error"]
 
 
-@pytest.mark.parametrize("model", ["resnet18", "googlenet", "transformer"])
-def test_the_order_of_the_trace_is_the_order_ddps_reducer_saw(tmp_path: Path, model: str) -> None:
-    results, statuses = run_ranks(f"order:{model}", tmp_path, 1)
-    assert statuses == [0]
-    assert len(results[0]["trace"]) > 10
-    assert results[0]["trace"] == results[0]["reducer"]
+def test_the_order_of_the_trace_is_the_order_ddps_reducer_saw(tmp_path: Path) -> None:
+    results = run_well(tmp_path, 1, "order:resnet18", "order:googlenet", "order:transformer")
+    assert len(results) == 3
+    for (found,) in results.values():
+        assert len(found["trace"]) > 10
+        assert found["trace"] == found["reducer"]

@@ -1,13 +1,17 @@
 """``mgwfbp measure``: the backward pass, the network, and what a processor we do not have would do."""
 
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
 from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from mgwfbp.measure.workload import Workload
 
 __all__ = ["measure"]
+
+# How long a rank waits for the others to come to the end of their own measurement.
+MEASURE_TIMEOUT_S = 600.0
 
 measure = typer.Typer(help="Measure the backward pass or the network, or count what another processor would take.")
 
@@ -56,18 +63,18 @@ def backward(
 ) -> None:
     """Run a model and note when each gradient is ready."""
     spec = _spec(model, factory)
+    _check_device(device)
     start_local_workers(workers)
     import torch
 
     from mgwfbp.measure.agreement import agree_on_trace, together
     from mgwfbp.measure.backward import measure_backward
 
-    _check_device(device)
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def local() -> ModelTrace:
-        workload = _workload(spec, batch_size, _place(device), image_size, sequence_length)
-        with _progress("backward", warmup + steps) as advance:
+        with failures_of(spec, batch_size, device), _progress("backward", warmup + steps) as advance:
+            workload = _workload(spec, batch_size, _place(device), image_size, sequence_length)
             return measure_backward(
                 workload.model,
                 workload.batch,
@@ -81,7 +88,8 @@ def backward(
             )
 
     if under_launcher():
-        with process_group(device, None):
+        # A rank that is slower than the others is no dead one.
+        with process_group(device, None, timeout_s=MEASURE_TIMEOUT_S):
             trace = agree_on_trace(together(local))
     else:
         trace = local()
@@ -105,7 +113,10 @@ def allreduce(
     output: Output = None,
 ) -> None:
     """Measure what an all-reduce of every size takes between the workers."""
+    if not (math.isfinite(max_mb) and math.isfinite(budget)):
+        raise typer.BadParameter("expected finite numbers", param_hint=["--max-mb", "--budget"])
     max_bytes = load_trace(trace).grad_bytes if trace else int(max_mb * 1e6)
+    _check_device(device)
     start_local_workers(workers)
     if not under_launcher():
         raise typer.BadParameter(
@@ -113,7 +124,6 @@ def allreduce(
         )
     from mgwfbp.measure.allreduce import measure_allreduce
 
-    _check_device(device)
     with process_group(device, backend), _progress("all-reduce", 1.0) as advance:
         done = 0.0
 
@@ -150,8 +160,10 @@ def analytic(
     spec = _spec(model, factory)
     from mgwfbp.measure.analytic import measure_analytic
 
-    workload = _workload(spec, batch_size, "meta", image_size, sequence_length)
-    _write_trace(measure_analytic(workload, DEVICES[device], images_per_second=images_per_second), output)
+    with failures_of(spec, batch_size, "meta"):
+        workload = _workload(spec, batch_size, "meta", image_size, sequence_length)
+        trace = measure_analytic(workload, DEVICES[device], images_per_second=images_per_second)
+    _write_trace(trace, output)
 
 
 @measure.command()
@@ -159,14 +171,16 @@ def profile(
     file: Annotated[str, typer.Argument(metavar="PROFILE.JSON", help="What prof.export_chrome_trace wrote.")],
     model: Model = None,
     factory: Factory = None,
-    batch_size: BatchSize = 1,
+    batch_size: BatchSize = 2,
     output: Output = None,
 ) -> None:
     """Make a trace from a profile of torch.profiler that was recorded anyway."""
     spec = _spec(model, factory)
     from mgwfbp.measure.profile import trace_from_profile
 
-    _write_trace(trace_from_profile(file, _workload(spec, batch_size, "meta", None, 128)), output)
+    with failures_of(spec, batch_size, "meta"):
+        trace = trace_from_profile(file, _workload(spec, batch_size, "meta", None, 128))
+    _write_trace(trace, output)
 
 
 def _spec(model: str | None, factory: str | None) -> str:
@@ -188,15 +202,20 @@ def _workload(
 ) -> "Workload":
     from mgwfbp.measure.workload import build_workload
 
+    # A factory may stand in the folder we are run from; Python looks there only when run as `python -m`.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     return build_workload(
         spec, batch_size=batch_size, device=device, image_size=image_size, sequence_length=sequence_length
     )
 
 
 def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise MeasureError(
             "no CUDA device here; use --device cpu, or `mgwfbp measure analytic` for a GPU you do not have"
         )
@@ -211,6 +230,8 @@ def _place(device: str) -> "torch.device":
 def _write_trace(trace: ModelTrace, output: str | None) -> None:
     write_record(trace, output)
     talk(repr(trace))
+    if trace.source.get("foreign_gradients"):
+        talk(f"left out: {trace.source['foreign_gradients']} gradients of a shape that no parameter of the model has")
     if trace.source.get("unused"):
         talk(f"unused parameters, ready from the start: {', '.join(trace.source['unused'][:5])}")
     if trace.source.get("num_orders", 1) > 1:

@@ -1,5 +1,6 @@
 """Several workers for one command: those of torchrun, or local ones that we start."""
 
+import logging
 import os
 import socket
 import sys
@@ -8,10 +9,14 @@ from contextlib import contextmanager
 
 import typer
 
+from mgwfbp.errors import MeasureError
+
 __all__ = ["process_group", "rank", "start_local_workers", "under_launcher"]
 
 # How long a rank waits for the others before it gives up.
-TIMEOUT_S = 60
+TIMEOUT_S = 60.0
+# How long the others have to say why they end, once a worker has failed.
+GRACE_S = 10.0
 
 
 def under_launcher() -> bool:
@@ -35,13 +40,21 @@ def start_local_workers(workers: int | None) -> None:
         return
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+    # As torchrun does. Now, since torch reads it when a worker imports it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # It would tell of every worker it ends by force; what there is to say is said below.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     try:
-        start_processes(  # type: ignore[no-untyped-call]  # torch does not type it
-            _worker, (sys.argv[1:], workers, _free_port()), nprocs=workers, start_method="spawn"
+        running = start_processes(  # type: ignore[no-untyped-call]  # torch does not type it
+            _worker, (sys.argv[1:], workers, _free_port()), nprocs=workers, start_method="spawn", join=False
         )
+        while not running.join(grace_period=GRACE_S):
+            pass
     except ProcessExitedException as error:
-        # The worker has said why. A signal has no status of its own.
-        raise typer.Exit(error.exit_code if error.exit_code > 0 else 1) from error
+        if error.signal_name is not None:
+            raise MeasureError(f"worker {error.error_index} was killed ({error.signal_name})") from error
+        # The worker has said why.
+        raise typer.Exit(error.exit_code) from error
     raise typer.Exit
 
 
@@ -55,7 +68,6 @@ def _worker(local_rank: int, arguments: list[str], workers: int, port: int) -> N
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(run(arguments))
 
 
@@ -67,14 +79,12 @@ def _free_port() -> int:
 
 
 @contextmanager
-def process_group(device_type: str, backend: str | None) -> Iterator[None]:
+def process_group(device_type: str, backend: str | None, *, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     """Join the other workers for a while."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
-
-    from mgwfbp.errors import MeasureError
 
     chosen = backend or ("nccl" if device_type == "cuda" else "gloo")
     if not dist.is_backend_available(chosen):
@@ -82,7 +92,7 @@ def process_group(device_type: str, backend: str | None) -> Iterator[None]:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        dist.init_process_group(chosen, timeout=timedelta(seconds=TIMEOUT_S))
+        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise MeasureError(f"the workers did not find one another: {str(error).partition(chr(10))[0]}") from error
     try:

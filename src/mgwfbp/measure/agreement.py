@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.errors import MeasureError
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.errors import MeasureError, MgwfbpError
+from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
 __all__ = ["agree_on_cost", "agree_on_trace", "gather", "together"]
@@ -42,7 +42,8 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     try:
         result = work()
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem, caught = f"{type(error).__name__}: {first_line(error)}", error
+        kind = "" if isinstance(error, MgwfbpError) else f"{type(error).__name__}: "  # ours say all in the message
+        problem, caught = f"{kind}{first_line(error)}", error
     for rank, said in enumerate(gather(problem, group)):
         if said:
             raise MeasureError(f"rank {rank} failed: {said}") from caught
@@ -53,12 +54,11 @@ def agree_on_trace(trace: ModelTrace, group: dist.ProcessGroup | None = None) ->
     """Combine the traces of all ranks: a gradient is ready when it is on the slowest.
 
     Every rank gets the same trace. The ready order is that of the combined times; ties keep rank 0's. Ranks whose
-    models differ get the same error, which names the first difference.
+    models differ get the same error, which names the first difference. Sparse gradients are as large as each rank's
+    batch makes them: the largest counts.
     """
     traces = [ModelTrace.from_json(json.loads(said)) for said in gather(trace.dumps(), group)]
-    first = traces[0]
-    for rank, other in enumerate(traces):
-        _check_same_model(first, other, rank)
+    first, sizes = traces[0], _agreed_sizes(traces)
     forward_s = max(other.forward_s for other in traces)
     ready_s = {layer.name: 0.0 for layer in first.layers}
     for other in traces:
@@ -67,23 +67,25 @@ def agree_on_trace(trace: ModelTrace, group: dist.ProcessGroup | None = None) ->
     layers, previous_s = [], forward_s
     for layer in sorted(first.layers, key=lambda layer: ready_s[layer.name]):
         moment_s = max(previous_s, ready_s[layer.name])
-        layers.append(replace(layer, backward_s=moment_s - previous_s))
+        layers.append(replace(layer, backward_s=moment_s - previous_s, grad_bytes=sizes[layer.name]))
         previous_s = moment_s
     source = {**first.source, "ranks": len(traces), "combined": "slowest rank"}
     return ModelTrace(first.model, forward_s, tuple(layers), source)
 
 
-def _check_same_model(first: ModelTrace, other: ModelTrace, rank: int) -> None:
-    def by_name(layers: Sequence[LayerTrace]) -> dict[str, int]:
-        return {layer.name: layer.grad_bytes for layer in layers}
-
-    mine, theirs = by_name(first.layers), by_name(other.layers)
-    for name in [*mine, *theirs]:
-        if mine.get(name) != theirs.get(name):
-            has = [f"{sizes[name]} bytes" if name in sizes else "none" for sizes in (mine, theirs)]
-            raise MeasureError(
-                f"the models differ: gradient {quote(name)} is {has[0]} on rank 0 and {has[1]} on rank {rank}"
-            )
+def _agreed_sizes(traces: Sequence[ModelTrace]) -> dict[str, int]:
+    """Return the bytes of every gradient, or raise unless all ranks have the same ones of the same size."""
+    sizes = [{layer.name: layer.grad_bytes for layer in trace.layers} for trace in traces]
+    varying = {name for trace in traces for name in trace.source.get("sparse", [])}
+    for rank, theirs in enumerate(sizes):
+        for name in [*sizes[0], *theirs]:
+            both = [sizes[0].get(name), theirs.get(name)]
+            if both[0] != both[1] and (name not in varying or None in both):
+                has = ["none" if size is None else f"{size} bytes" for size in both]
+                raise MeasureError(
+                    f"the models differ: gradient {quote(name)} is {has[0]} on rank 0 and {has[1]} on rank {rank}"
+                )
+    return {name: max(theirs[name] for theirs in sizes) for name in sizes[0]}
 
 
 def agree_on_cost(cost: AnyCost, group: dist.ProcessGroup | None = None) -> AnyCost:

@@ -12,25 +12,24 @@ import torch.distributed as dist
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MeasureError
 from mgwfbp.fit import fit
-from mgwfbp.measure.agreement import first_line
+from mgwfbp.measure.agreement import first_line, gather, together
 from mgwfbp.units import format_bytes
 
 __all__ = ["measure_allreduce"]
 
 # A burst of this many messages stands for a training step that sends one after another.
 BURST = 8
-# What timing a size once sends.
-BURST_AND_ONE = BURST + 1
-# Every size is timed at least so often, and at most.
+# Every size is timed at least so often, and, unless told otherwise, at most.
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """One size, timed once; already that of the slowest rank."""
+    """One size, timed once; already that of the slowest rank, so the same on every rank."""
 
     isolated_s: float  # one message on an idle link
     streamed_s: float  # one of a burst
+    spent_s: float  # on both, with waiting for one another
 
 
 def measure_allreduce(
@@ -39,36 +38,42 @@ def measure_allreduce(
     *,
     max_bytes: int = 2**28,
     budget_s: float = 5.0,
+    max_rounds: int = MAX_ROUNDS,
     on_progress: Callable[[float], object] | None = None,
 ) -> PiecewiseCost:
     """Measure what an all-reduce of M bytes takes, from 4 bytes to ``max_bytes``. All ranks of the group must call it.
 
     Two times are taken of every size, all ranks starting together, the slowest rank counting: of one message on an idle
     link, and of one message in a burst of them, which is how training sends them and what the cost is made of (the
-    isolated times are in ``source``). Sizes are gone through in turns until about ``budget_s`` is spent; of each the
-    median counts. A slow network may not allow ``max_bytes`` within the budget: larger messages than were measured are
-    taken to go on at the last slope.
+    isolated times are in ``source``). Sizes are gone through in turns until about ``budget_s`` is spent or each was
+    timed ``max_rounds`` times; of each the median counts. A slow network may not allow ``max_bytes`` within the budget:
+    larger messages than were measured are taken to go on at the last slope.
 
-    Every rank gets the same cost. ``on_progress`` is called with the fraction of the budget that is spent.
+    Every rank gets the same cost. ``on_progress`` is called with the fraction that is done.
     """
-    if max_bytes < 8 or budget_s <= 0:
-        raise MeasureError(f"max_bytes is {max_bytes}, budget_s {budget_s}: expected 8 or more and above 0")
+    if max_bytes < 8 or not budget_s > 0 or max_rounds < MIN_ROUNDS:
+        raise MeasureError(
+            f"max_bytes is {max_bytes}, budget_s {budget_s}, max_rounds {max_rounds}: "
+            f"expected 8 or more, above 0 and {MIN_ROUNDS} or more"
+        )
     workers = dist.get_world_size(group)
     if workers < 2:
         raise MeasureError("the group has 1 rank, an all-reduce needs 2 or more; start more workers")
-    sweep = _Sweep(group, torch.device(device), max_bytes)
+    _check_same(f"max_bytes={max_bytes}, budget_s={budget_s}, max_rounds={max_rounds}", group)
+    # Where one rank has no room the others must not wait for it.
+    sweep = together(lambda: _Sweep(group, torch.device(device), max_bytes), group)
     report = on_progress or (lambda _: None)
-    started_s = time.perf_counter()
     try:
         timings = _first_round(sweep, max_bytes, budget_s, report)
-        round_s = sum(BURST_AND_ONE * max(row[0].isolated_s, row[0].streamed_s) for row in timings.values())
-        # Agreed, since every rank must go through as many rounds.
-        spent_s = sweep.slowest(time.perf_counter() - started_s)
-        rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, 1 + (budget_s - spent_s) / round_s)))
-        for turn in range(1, rounds):
+        spent_s = 2 * sum(row[0].spent_s for row in timings.values())
+        round_s, rounds = spent_s / 2, 1
+        while rounds < MIN_ROUNDS or (rounds < max_rounds and spent_s + round_s <= budget_s):
             for size, row in timings.items():
                 row.append(sweep.time(size))
-            report(min(1.0, max(turn / rounds, spent_s / budget_s)))
+            round_s = sum(row[-1].spent_s for row in timings.values())
+            spent_s += round_s
+            rounds += 1
+            report(min(1.0, max(rounds / max_rounds, spent_s / budget_s)))
     except (RuntimeError, dist.DistError) as error:
         raise MeasureError(f"the all-reduce sweep failed, a rank may have died: {first_line(error)}") from error
     report(1.0)
@@ -90,24 +95,33 @@ def measure_allreduce(
     return cost
 
 
+def _check_same(settings: str, group: dist.ProcessGroup | None) -> None:
+    """Raise, on every rank, unless all ranks were called alike: they would wait for messages that never come."""
+    said = gather(settings, group)
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise MeasureError(f"the ranks sweep differently: rank 0 was given {said[0]}, rank {rank} {other}")
+
+
 def _first_round(
     sweep: "_Sweep", max_bytes: int, budget_s: float, report: Callable[[float], object]
 ) -> dict[int, list[_Timing]]:
     """Time every size once, doubling it until the budget says stop."""
     timings: dict[int, list[_Timing]] = {}
+    largest = max_bytes // 4 * 4
     size, spent_s = 4, 0.0
-    while size <= max_bytes or len(timings) < 2:
+    while True:
         sweep.time(size)  # the first message of a size sets buffers up
         timing = sweep.time(size)
         timings[size] = [timing]
-        step_s = BURST_AND_ONE * max(timing.isolated_s, timing.streamed_s)
-        spent_s += 2 * step_s
+        spent_s += 2 * timing.spent_s
         report(min(0.9, spent_s / budget_s))
-        # The next size takes up to twice as long and will be timed twice here and at least twice more later.
-        if len(timings) >= 2 and spent_s + 2 * (MIN_ROUNDS + 1) * step_s > budget_s:
-            break
-        size *= 2
-    return timings
+        # The sizes so far, timed twice each here, have rounds to come; the next one takes up to twice as long and will
+        # be timed twice here as well.
+        needed_s = spent_s * (MIN_ROUNDS + 1) / 2 + 2 * timing.spent_s * (MIN_ROUNDS + 1)
+        if size == largest or (len(timings) >= 2 and needed_s > budget_s):
+            return timings
+        size = min(2 * size, largest)
 
 
 class _Sweep:
@@ -126,13 +140,10 @@ class _Sweep:
 
     def time(self, num_bytes: int) -> _Timing:
         """Time one isolated message and one burst."""
+        started_s = time.perf_counter()
         isolated_s = self._elapsed(num_bytes, 1)
         streamed_s = self._elapsed(num_bytes, BURST) / BURST
-        return _Timing(*self._slowest([isolated_s, streamed_s]))
-
-    def slowest(self, value: float) -> float:
-        """Return the largest of what the ranks give."""
-        return self._slowest([value])[0]
+        return _Timing(*self._slowest([isolated_s, streamed_s, time.perf_counter() - started_s]))
 
     def _slowest(self, values: list[float]) -> list[float]:
         agreed = torch.tensor(values, dtype=torch.float64, device=self.device)

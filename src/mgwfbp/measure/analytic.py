@@ -1,5 +1,6 @@
 """What a processor we do not have would take: the paper's T_b(p, G, theta), Eq. (18), by counting operations."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +74,8 @@ def measure_analytic(workload: Workload, device: Device, *, images_per_second: f
     trace, count = _run(workload, device)
     factor = 1.0
     if images_per_second is not None:
-        if not images_per_second > 0:
-            raise MeasureError(f"images_per_second is {images_per_second}, expected above 0")
+        if not 0 < images_per_second < math.inf:
+            raise MeasureError(f"images_per_second is {images_per_second}, expected above 0 and finite")
         factor = workload.batch_size / images_per_second / trace.compute_s
     layers = [LayerTrace(layer.name, layer.backward_s * factor, layer.grad_bytes) for layer in trace.layers]
     source = {
@@ -120,8 +121,11 @@ def _run(workload: Workload, device: Device) -> tuple[ModelTrace, OperationCount
 
         return ready
 
+    before = [parameter.grad for _, parameter in parameters]
     hooks = [parameter.register_post_accumulate_grad_hook(note(name)) for name, parameter in parameters]
     try:
+        for _, parameter in parameters:
+            parameter.grad = None  # one that is there is added to, which would count
         with clock:
             loss = workload.loss()
             forward_s, forward_flops = clock.now_s, clock.flops
@@ -129,6 +133,8 @@ def _run(workload: Workload, device: Device) -> tuple[ModelTrace, OperationCount
     finally:
         for hook in hooks:
             hook.remove()
+        for (_, parameter), gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
     if not ready_s:
         raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters}

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import make_clock
-from mgwfbp.measure.workload import LossFn, default_loss, run_model, trainable
+from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
@@ -30,6 +31,7 @@ class _Step:
     ready_s: dict[int, float]  # by parameter, from the start of the backward pass
     order: tuple[int, ...]  # parameters in the order in which their gradients were ready
     grad_bytes: dict[int, int]
+    sparse: frozenset[int]  # parameters whose gradients are as large as the batch makes them
 
 
 def measure_backward(
@@ -67,7 +69,7 @@ def measure_backward(
     device = _only_device(parameters)
     watch = _Watch(model, batch, loss_fn, parameters, device, accumulation_steps, autocast_dtype)
     seen: list[tuple[_Step, float]] = []
-    with _as_it_was(model, parameters, device):
+    with _as_it_was(model, batch, parameters, device):
         for index in range(warmup + steps):
             step = watch.watched_step()
             # Hooks delay a host that is busy launching kernels: see how long it takes without them, in turns.
@@ -135,7 +137,8 @@ class _Watch:
         forward_s = moments[self._forward_slot]
         ready_s = {slot: max(0.0, moments[slot] - forward_s) for slot in order}
         sizes = {slot: _wire_bytes(parameter) for slot, parameter in enumerate(self._parameters)}
-        return _Step(forward_s, moments[self._end_slot] - forward_s, ready_s, tuple(order), sizes)
+        sparse = frozenset(slot for slot, parameter in enumerate(self._parameters) if _is_sparse(parameter.grad))
+        return _Step(forward_s, moments[self._end_slot] - forward_s, ready_s, tuple(order), sizes, sparse)
 
     def plain_step(self) -> float:
         moments = self._run(lambda: None)
@@ -161,23 +164,21 @@ class _Watch:
             else contextlib.nullcontext()
         )
         with autocast:
-            loss = self._loss_fn(run_model(self._model, self._batch))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise MeasureError(f"the loss is {shape}, expected a tensor with one number; reduce it in loss_fn")
-        if not loss.requires_grad:
-            raise MeasureError("the loss does not depend on any parameter that requires a gradient")
-        return loss
+            return run_to_loss(self._model, self._batch, self._loss_fn)
 
 
 def _wire_bytes(parameter: nn.Parameter) -> int:
     """Return the bytes of a parameter's gradient as it travels; one that is not there travels as zeros."""
     gradient = parameter.grad if parameter.grad is not None else parameter
-    if gradient.layout == torch.sparse_coo:
+    if _is_sparse(gradient):
         gradient = gradient.coalesce()
         parts = (gradient.indices(), gradient.values())
         return sum(part.numel() * part.element_size() for part in parts)
     return gradient.numel() * gradient.element_size()
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout == torch.sparse_coo
 
 
 def _only_device(parameters: list[tuple[str, nn.Parameter]]) -> torch.device:
@@ -192,10 +193,15 @@ def _only_device(parameters: list[tuple[str, nn.Parameter]]) -> torch.device:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, parameters: list[tuple[str, nn.Parameter]], device: torch.device) -> Iterator[None]:
+def _as_it_was(
+    model: nn.Module, batch: Any, parameters: list[tuple[str, nn.Parameter]], device: torch.device
+) -> Iterator[None]:
     """Put gradients, buffers and random generators back on the way out."""
-    gradients = [parameter.grad for _, parameter in parameters]
+    inputs = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.is_leaf]
+    gradients = [(tensor, tensor.grad) for tensor in [*(parameter for _, parameter in parameters), *inputs]]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # A model may also put another tensor in a buffer's place.
+    places = [(module, dict(module._buffers)) for module in model.modules()]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cuda = [device] if device.type == "cuda" else []
     try:
@@ -204,11 +210,13 @@ def _as_it_was(model: nn.Module, parameters: list[tuple[str, nn.Parameter]], dev
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        for module, held in places:
+            module._buffers.update(held)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for (_, parameter), gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
 
 
 def _combine(
@@ -240,6 +248,7 @@ def _combine(
         },
         "hooks_cost": 1 / factor - 1,
         "unused": [parameters[slot][0] for slot in unused],
+        "sparse": [parameters[slot][0] for slot in sorted(frozenset().union(*(step.sparse for step in steps)))],
         "num_orders": len(orders),
     }
     return ModelTrace(name, median(step.forward_s for step in steps), tuple(layers), source)

@@ -32,13 +32,13 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
         for device in (
-            Device("k80", 1.443e12, 240e9, 6.3e-6, "one GPU of the board: ResNet-50 at 52 images/s; 480 GB/s a board"),
-            Device("p100", 6.444e12, 732e9, 6.3e-6, "ResNet-50 at 219 images/s; 732 GB/s"),
-            Device("v100", 11.72e12, 900e9, 6.3e-6, "ResNet-50 at 367 images/s in FP32; 900 GB/s"),
-            Device("a100", 31.66e12, 2039e9, 6.3e-6, "ResNet-50 at 938 images/s in TF32; 2039 GB/s (80 GB)"),
-            Device("h100", 68.04e12, 3350e9, 6.3e-6, "the rate of the H200; 3350 GB/s"),
-            Device("h200", 68.04e12, 4800e9, 6.3e-6, "ResNet-50 at 2010 images/s in TF32, measured; 4800 GB/s"),
-            Device("cpu", 60e9, 10e9, 2e-6, "one x86-64 core: ResNet-50 at 2.3 images/s, measured; 10 GB/s"),
+            Device("k80", 1.440e12, 240e9, 6.3e-6, "one GPU of the board: ResNet-50 at 52 images/s; 480 GB/s a board"),
+            Device("p100", 6.411e12, 732e9, 6.3e-6, "ResNet-50 at 219 images/s; 732 GB/s"),
+            Device("v100", 11.61e12, 900e9, 6.3e-6, "ResNet-50 at 367 images/s in FP32; 900 GB/s"),
+            Device("a100", 31.00e12, 2039e9, 6.3e-6, "ResNet-50 at 938 images/s in TF32; 2039 GB/s (80 GB)"),
+            Device("h100", 65.15e12, 3350e9, 6.3e-6, "the rate of the H200; 3350 GB/s"),
+            Device("h200", 65.15e12, 4800e9, 6.3e-6, "ResNet-50 at 2010 images/s in TF32, measured; 4800 GB/s"),
+            Device("cpu", 8.774e+10, 10e9, 2e-6, "one x86-64 core: ResNet-50 at 3.0 images/s, measured; 10 GB/s"),
         )
     }
 )

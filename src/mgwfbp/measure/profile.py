@@ -1,178 +1,126 @@
 """A trace from a profile that was recorded anyway: the export of torch.profiler (Kineto), of one GPU or of DDP."""
 
+import math
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import median
-from typing import Any
 
 from mgwfbp.errors import FormatError
 from mgwfbp.measure.analytic import ready_order
+from mgwfbp.measure.kineto import RECORD, Event, Profile, read_profile
 from mgwfbp.measure.workload import Workload, trainable
-from mgwfbp.record import Fields, naming, read_json
+from mgwfbp.record import naming
 from mgwfbp.trace import LayerTrace, ModelTrace
-from mgwfbp.units import quote
 
 __all__ = ["trace_from_profile"]
 
-# Profiles are far larger than our own files.
-MAX_PROFILE_BYTES = 2**30
-
-RECORD = (
-    "record one with `with torch.profiler.profile(record_shapes=True) as prof: ...` around a few whole training steps "
-    'and `prof.export_chrome_trace("profile.json")`'
-)
-
-_ENGINE = "autograd::engine::evaluate_function: "
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
-_BETWEEN_STEPS = ("Optimizer.step", "Optimizer.zero_grad")
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-
 
 @dataclass(frozen=True, slots=True)
-class _Event:
-    """One thing the profiler saw, in seconds."""
+class _Pass:
+    """One backward pass, and the forward pass before it."""
 
-    name: str
-    start_s: float
-    end_s: float
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Profile:
-    """What is needed of a profile, each in order of time."""
-
-    operations: list[_Event]  # on the host, outside autograd
-    engine: list[_Event]  # autograd evaluating a function
-    gradients: list[_Event]  # autograd accumulating a gradient
-    between: list[_Event]  # the optimizer
-    launches: list[tuple[float, float, float]]  # GPU work: launched, started, ended
+    forward_s: float  # when it started
+    backward_s: float  # when it started
+    gradients: tuple[Event, ...]
 
 
 def trace_from_profile(path: str | os.PathLike[str], workload: Workload) -> ModelTrace:
     """Make a trace of the steps in a profile; gradients are matched to the model's parameters by order and shape.
 
-    On a GPU a gradient is ready when the work that was launched before autograd accumulated it has ended (all-reduces
-    apart); on a CPU when it was accumulated. The first step is dropped if there are others, medians make the trace.
-    ``workload`` holds the model the profile is of, on the meta device. A profile that does not hold enough is refused.
+    On a GPU a gradient is ready when the work that was launched before autograd accumulated it has ended (all-reduces,
+    and streams that only copy, apart); on a CPU when it was accumulated. The first step is dropped if there are others,
+    medians make the trace. ``workload`` holds the model the profile is of, on the meta device. Gradients of no
+    parameter (an input that asks for one) are left out and counted in ``source``. A profile that does not hold enough
+    is refused.
     """
-    data = read_json(path, max_bytes=MAX_PROFILE_BYTES)
+    order = ready_order(workload)
+    parameters = dict(trainable(workload.model))
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    profile = read_profile(path)
     with naming(path):
-        profile = _parse(Fields(data))
-        order = ready_order(workload)
-        shapes = {name: tuple(parameter.shape) for name, parameter in trainable(workload.model)}
-        steps = _whole_steps(profile, Counter(shapes[name] for name in order))
-        seen = [_step(profile, steps, index) for index in range(len(steps))]
-        used = seen[1:] if len(seen) > 1 else seen
-        names = _match(steps[-1], order, shapes)
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in trainable(workload.model)}
-    ready_s = [median(ready[place] for _, ready in used) for place in range(len(names))]
-    layers, previous_s = [LayerTrace(name, 0.0, size) for name, size in sizes.items() if name not in names], 0.0
+        passes = _whole_passes(profile, Counter(shapes[name] for name in order))
+        used = passes[1:] if len(passes) > 1 else passes
+        seen = [_moments(profile, one) for one in used]
+    names = _match(passes[-1].gradients, order, shapes)
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
+    unused = [name for name in sizes if name not in order]
+    ready_s = [median(ready[place] for _, ready in seen) for place in range(len(names))]
+    layers, previous_s = [LayerTrace(name, 0.0, sizes[name]) for name in unused], 0.0
     for name, moment_s in zip(names, accumulate(ready_s, max), strict=True):
         layers.append(LayerTrace(name, moment_s - previous_s, sizes[name]))
         previous_s = moment_s
+    known = set(shapes.values())
     source = {
         "measured": "profile",
         "file": os.path.basename(path),  # noqa: PTH119 - a name, not a file
-        "device": "gpu" if profile.launches else "cpu",
+        "device": "gpu" if profile.gpu else "cpu",
         "steps": len(used),
+        "unused": unused,
+        "foreign_gradients": sum(event.shape not in known for event in profile.gradients),
     }
-    return ModelTrace(workload.name, median(forward_s for forward_s, _ in used), tuple(layers), source)
+    return ModelTrace(workload.name, median(forward_s for forward_s, _ in seen), tuple(layers), source)
 
 
-def _parse(fields: Fields) -> _Profile:
-    operations, engine, gradients, between = [], [], [], []
-    launched: dict[int, float] = {}
-    on_gpu: list[tuple[int, float, float]] = []
-    for raw in fields.items("traceEvents"):
-        if not isinstance(raw, dict) or raw.get("ph") != "X":
-            continue
-        name, category, details = str(raw.get("name")), raw.get("cat"), raw.get("args") or {}
-        start_s, end_s = _moment(raw, "ts"), _moment(raw, "ts") + _moment(raw, "dur")
-        if category in _ON_GPU:
-            if "nccl" not in name.lower():
-                on_gpu.append((details.get("correlation", -1), start_s, end_s))
-        elif category in ("cuda_runtime", "cuda_driver"):
-            launched[details.get("correlation", -1)] = start_s
-        elif name.startswith(_BETWEEN_STEPS):
-            between.append(_Event(name, start_s, end_s))
-        elif name == _ACCUMULATE:
-            gradients.append(_Event(name, start_s, end_s, _shape(details)))
-        elif name.startswith(_ENGINE):
-            engine.append(_Event(name, start_s, end_s))
-        elif category == "cpu_op":
-            operations.append(_Event(name, start_s, end_s))
-    launches = [(launched[work], start_s, end_s) for work, start_s, end_s in on_gpu if work in launched]
-    if not launches and any("cudnn" in event.name or "cuda" in event.name for event in operations):
-        raise FormatError(f"the model ran on a GPU but the profile holds no kernels (CUDA activity was off); {RECORD}")
-    for events in (operations, engine, gradients, between):
-        events.sort(key=lambda event: event.start_s)
-    return _Profile(operations, engine, gradients, between, sorted(launches))
+def _whole_passes(profile: Profile, wanted: Counter[tuple[int, ...]]) -> list[_Pass]:
+    """Cut the gradients into backward passes and return those that hold one for every parameter that gets one.
 
-
-def _moment(raw: dict[str, Any], field: str) -> float:
-    value = raw.get(field, 0.0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise FormatError(f"traceEvents: {field} of {quote(raw.get('name'))} is {quote(value)}, expected a number")
-    return value * 1e-6
-
-
-def _shape(details: dict[str, Any]) -> tuple[int, ...] | None:
-    shapes = details.get("Input Dims")
-    return tuple(shapes[0]) if isinstance(shapes, list) and shapes and isinstance(shapes[0], list) else None
-
-
-def _whole_steps(profile: _Profile, wanted: Counter[tuple[int, ...]]) -> list[list[_Event]]:
-    """Cut the gradients into whole backward passes: runs of as many as the model has, of the same shapes."""
-    gradients, count = profile.gradients, sum(wanted.values())
-    if not gradients:
-        raise FormatError(f"the profile holds no backward pass (no {_ACCUMULATE}); {RECORD}")
-    if any(event.shape is None for event in gradients):
-        raise FormatError(f"the profile holds no shapes; {RECORD}")
-    steps, place = [], 0
-    while place + count <= len(gradients):
-        run = gradients[place : place + count]
-        if Counter(event.shape for event in run) == wanted:
-            steps.append(run)
-            place += count
-        else:
-            place += 1  # the profile starts within a step
-    if not steps:
-        found = Counter(event.shape for event in gradients)
+    Within a backward pass no operation runs outside autograd's engine; between two there always is one.
+    """
+    passes = []
+    for num_before, run in groupby(profile.gradients, key=lambda event: bisect_right(profile.outside_s, event.start_s)):
+        gradients = tuple(event for event in run if event.shape in wanted)
+        if num_before and Counter(event.shape for event in gradients) == wanted:
+            passes.append(_begin(profile, profile.outside_s[num_before - 1], gradients))
+    if not passes:
+        found = Counter(event.shape for event in profile.gradients)
         odd = next((shape for shape in found if shape not in wanted), None)
-        hint = f"a gradient of shape {list(odd)} is not the model's" if odd is not None else f"the model has {count}"
-        raise FormatError(f"no whole backward pass among {len(gradients)} gradients ({hint}): another model? {RECORD}")
-    return steps
+        hint = f"the model has {wanted.total()}"
+        if odd is not None:
+            hint = f"a gradient of shape {list(odd)} is not the model's"
+        raise FormatError(
+            f"no whole backward pass among {found.total()} gradients ({hint}): another model, or less than a step? "
+            f"{RECORD}"
+        )
+    return passes
 
 
-def _step(profile: _Profile, steps: Sequence[Sequence[_Event]], index: int) -> tuple[float, list[float]]:
+def _begin(profile: Profile, last_outside_s: float, gradients: tuple[Event, ...]) -> _Pass:
+    """Find where a step began: after the gradients before it, the optimizer and the loading of data."""
+    first_s = gradients[0].start_s
+    engine = bisect_right(profile.engine_s, last_outside_s)
+    backward_s = min(profile.engine_s[engine], first_s) if engine < len(profile.engine_s) else first_s
+    earlier = bisect_left(profile.gradients, first_s, key=lambda event: event.start_s)
+    since_s = profile.gradients[earlier - 1].end_s if earlier else -math.inf
+    between = bisect_right(profile.between_s, backward_s)
+    if between:
+        since_s = max(since_s, profile.between_s[between - 1])
+    forward = bisect_left(profile.forward_s, since_s)
+    if forward < len(profile.forward_s):
+        return _Pass(min(profile.forward_s[forward], backward_s), backward_s, gradients)
+    return _Pass(backward_s, backward_s, gradients)
+
+
+def _moments(profile: Profile, one: _Pass) -> tuple[float, list[float]]:
     """Return the forward time of a step and when, after it, each gradient was ready."""
-    gradients = steps[index]
-    previous_s = steps[index - 1][-1].end_s if index else float("-inf")
-    backward_s = next(event.start_s for event in profile.engine if event.start_s >= previous_s)
-    since_s = max(
-        (event.end_s for event in profile.between if previous_s < event.end_s <= backward_s), default=previous_s
-    )
-    forward = [event.start_s for event in profile.operations if since_s <= event.start_s <= backward_s]
-    forward_start_s = forward[0] if forward else backward_s
-    if not profile.launches:
-        return backward_s - forward_start_s, [event.end_s - backward_s for event in gradients]
-    # The same three moments, as the GPU reached them.
-    launch_s = [launched for launched, _, _ in profile.launches]
-    done_s = list(accumulate((end for _, _, end in profile.launches), max))
-    first = bisect_right(launch_s, forward_start_s)
-    before = bisect_right(launch_s, backward_s)
-    gpu_start_s = profile.launches[first][1] if first < len(launch_s) else forward_start_s
-    gpu_backward_s = max(gpu_start_s, done_s[before - 1]) if before else gpu_start_s
-    ready_s = [done_s[max(0, bisect_right(launch_s, event.end_s) - 1)] for event in gradients]
-    return gpu_backward_s - gpu_start_s, [max(0.0, moment_s - gpu_backward_s) for moment_s in ready_s]
+    if not profile.gpu:
+        return one.backward_s - one.forward_s, [event.end_s - one.backward_s for event in one.gradients]
+    # The same moments, as the GPU reached them.
+    first = bisect_left(profile.gpu, one.forward_s, key=lambda work: work.launched_s)
+    last = bisect_right(profile.gpu, one.gradients[-1].end_s, key=lambda work: work.launched_s)
+    step = profile.gpu[first:last]
+    launched_s = [work.launched_s for work in step]
+    start_s = step[0].start_s if step else one.forward_s
+    done_s = [start_s, *accumulate((work.end_s for work in step), max)]
+    backward_s = done_s[bisect_right(launched_s, one.backward_s)]
+    ready_s = [done_s[bisect_right(launched_s, event.end_s)] for event in one.gradients]
+    return backward_s - start_s, [max(0.0, moment_s - backward_s) for moment_s in ready_s]
 
 
-def _match(gradients: Sequence[_Event], order: Sequence[str], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+def _match(gradients: Sequence[Event], order: Sequence[str], shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """Name the gradients: where shapes repeat, in the order in which autograd would make them ready."""
     waiting: dict[tuple[int, ...], list[str]] = {}
     for name in reversed(order):

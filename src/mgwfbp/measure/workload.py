@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from mgwfbp.errors import MeasureError
 from mgwfbp.units import quote
 
-__all__ = ["Workload", "build_workload", "default_loss", "run_model"]
+__all__ = ["Workload", "build_workload", "default_loss", "run_model", "run_to_loss", "trainable"]
 
 LossFn = Callable[[Any], Tensor]
 
@@ -42,6 +42,17 @@ def run_model(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def run_to_loss(model: nn.Module, batch: Any, loss_fn: LossFn) -> Tensor:
+    """Run the forward pass up to a loss from which a backward pass can start."""
+    loss = loss_fn(run_model(model, batch))
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise MeasureError(f"the loss is {shape}, expected a tensor with one number; reduce it in loss_fn")
+    if not loss.requires_grad:
+        raise MeasureError("the loss does not depend on any parameter that requires a gradient")
+    return loss
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A model, what it is fed and how its output becomes a loss."""
@@ -54,7 +65,7 @@ class Workload:
 
     def loss(self) -> Tensor:
         """Run the forward pass."""
-        return self.loss_fn(run_model(self.model, self.batch))
+        return run_to_loss(self.model, self.batch, self.loss_fn)
 
 
 def build_workload(
@@ -121,18 +132,20 @@ def _hugging_face(name: str, batch_size: int, sequence_length: int, device: torc
     except ImportError as error:
         raise MeasureError(f"model 'hf:{name}' needs transformers: pip install transformers") from error
     path = Path(name)
+    # A configuration is data: code that one may name is not run.
+    no_code = {"trust_remote_code": False}
     try:
-        if path.exists():
-            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        if (path / "config.json").exists():
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, **no_code)
         else:
             config = transformers.AutoConfig.for_model(name)
         task = transformers.AutoModelForMaskedLM if config.model_type in _MASKED else transformers.AutoModelForCausalLM
         with device:
-            model = task.from_config(config).train()
+            model = task.from_config(config, **no_code).train()
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise MeasureError(f"no Hugging Face language model of type or folder {quote(name)}: {reason[:200]}") from error
-    longest = getattr(config, "max_position_embeddings", sequence_length)
+    longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:
         raise MeasureError(f"sequence length {sequence_length}: 'hf:{name}' takes at most {longest}")
     with device:
@@ -141,7 +154,7 @@ def _hugging_face(name: str, batch_size: int, sequence_length: int, device: torc
     def loss_fn(output: Any) -> Tensor:
         return nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
 
-    return Workload(name, model, {"input_ids": tokens}, batch_size, loss_fn)
+    return Workload(path.resolve().name or name, model, {"input_ids": tokens}, batch_size, loss_fn)
 
 
 def _factory(name: str, batch_size: int, device: torch.device) -> Workload:
