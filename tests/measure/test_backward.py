@@ -37,7 +37,7 @@ def test_frozen_unused_shared_and_sparse_parameters() -> None:
     tokens = torch.tensor([[1, 2, 3], [3, 4, 5]]).flatten()
     trace = measure_backward(model, tokens, lambda output: output["logits"].sum(), steps=3)
     assert names(trace)[:2] == ["unused.weight", "unused.bias"]  # ready from the start, as DDP takes them
-    assert trace.source["unused"] == ["unused.weight", "unused.bias"]
+    assert trace.source["unused"] == ("unused.weight", "unused.bias")
     assert not any(name.startswith("frozen") for name in names(trace))
     assert names(trace).count("shared.weight") == 1
     assert names(trace)[-1] == "embedding.weight"
@@ -119,7 +119,7 @@ def test_parameters_of_any_dtype_and_size() -> None:
 
     trace = measure_backward(Mixed(), (), steps=2)
     assert sizes(trace) == {"wave": 3 * 8, "narrow": 3 * 2, "wide": 8, "nothing": 0}
-    assert trace.source["unused"] == []
+    assert trace.source["unused"] == ()
 
 
 def test_a_nested_batch_reaches_the_model_as_it_is() -> None:

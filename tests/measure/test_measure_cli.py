@@ -19,6 +19,8 @@ FACTORY = ("--factory", "tests.measure.models:factory")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Workers count their threads themselves.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "OMP_NUM_THREADS")}
+# Commands run in a folder of their own and still find the factories of tests/measure/models.py.
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(autouse=True)

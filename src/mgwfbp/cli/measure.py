@@ -94,7 +94,9 @@ def backward(
     else:
         trace = local()
     if rank() == 0:
-        source = {**trace.source, "batch_size": batch_size}
+        source = {**trace.source, "batch_size": batch_size, "workload": spec}
+        if spec.startswith("hf:"):
+            source["sequence_length"] = sequence_length
         _write_trace(ModelTrace(trace.model, trace.forward_s, trace.layers, source), output)
 
 

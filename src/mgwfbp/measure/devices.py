@@ -38,7 +38,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device("a100", 31.00e12, 2039e9, 6.3e-6, "ResNet-50 at 938 images/s in TF32; 2039 GB/s (80 GB)"),
             Device("h100", 65.15e12, 3350e9, 6.3e-6, "the rate of the H200; 3350 GB/s"),
             Device("h200", 65.15e12, 4800e9, 6.3e-6, "ResNet-50 at 2010 images/s in TF32, measured; 4800 GB/s"),
-            Device("cpu", 8.774e+10, 10e9, 2e-6, "one x86-64 core: ResNet-50 at 3.0 images/s, measured; 10 GB/s"),
+            Device("cpu", 8.774e10, 10e9, 2e-6, "one x86-64 core: ResNet-50 at 3.0 images/s, measured; 10 GB/s"),
         )
     }
 )
