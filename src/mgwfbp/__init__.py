@@ -24,7 +24,7 @@ from mgwfbp.errors import (
     TimelineError,
     TraceError,
 )
-from mgwfbp.fit import Fit, fit
+from mgwfbp.fitting import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan

@@ -7,7 +7,7 @@ import typer
 
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
-from mgwfbp.fit import FitKind, fit
+from mgwfbp.fitting import FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
 from mgwfbp.network import PRESETS, load_network
 from mgwfbp.record import naming

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MeasureError
-from mgwfbp.fit import fit
+from mgwfbp.fitting import fit
 from mgwfbp.measure.agreement import first_line, gather, together
 from mgwfbp.units import format_bytes
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from mgwfbp.errors import FormatError
-from mgwfbp.fit import Sample
+from mgwfbp.fitting import Sample
 from mgwfbp.record import naming, read_text
 from mgwfbp.units import quote
 

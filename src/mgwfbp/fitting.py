@@ -25,7 +25,7 @@ _Floats = NDArray[np.float64]
 LINE_IS_GOOD_ENOUGH = 0.10
 # A curve gets more segments only while its mean relative error is further than this from that of the most segments.
 SEGMENT_IS_WORTH = 0.005
-MAX_SEGMENTS = 8
+MAX_SEGMENTS = 12
 # No clock measures less; relative errors of next to nothing mean nothing.
 SHORTEST_S = 1e-12
 # Knots are looked for among at most so many sizes; errors are taken over all of them.
@@ -50,7 +50,7 @@ def fit(
     """Fit a cost to samples; several samples of one size count as their median.
 
     ``linear`` minimises the sum of relative errors of ``a + b M`` with a and b not negative. ``piecewise`` joins up to
-    eight segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less,
+    twelve segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less,
     or if no curve is nearer.
 
     >>> found = fit([(1000, 0.0012), (2000, 0.0014), (4000, 0.0018)], workers=4)
