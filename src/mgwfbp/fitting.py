@@ -167,9 +167,9 @@ def _largest_s(sizes: _Floats, times: _Floats) -> float:
 def _may_be_last(ends: _Floats, end_times: _Floats, sizes: _Floats, level: _Floats) -> bool:
     """Say whether a segment may be the last: larger messages than were measured will go at its slope.
 
-    So noise must not decide it: where the sizes allow it spans a factor of 2, and it is not flat.
+    So noise must not decide it: where the sizes allow it spans a factor of 4, and it is not flat.
     """
-    wide_enough = ends[0] <= max(sizes[-1] / 2, sizes[0])
+    wide_enough = ends[0] <= max(sizes[-1] / 4, sizes[0])
     return bool(wide_enough and (end_times[0] < end_times[1] or level[0] == level[-1]))
 
 
