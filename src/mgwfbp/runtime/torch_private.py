@@ -213,8 +213,14 @@ class PlannableParallel(DistributedDataParallel):
         return bool(self._join_config.enable)
 
     def check_finished(self) -> None:
-        """Raise torch's error where a backward pass has begun but not ended."""
-        self.reducer._check_reducer_finalized()
+        """Raise where a backward pass has begun and its reduction has not ended."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:  # torch's text is a page long
+            raise PlanError(
+                "the plan cannot be changed before the backward pass has ended, and it has not: some parameters got no "
+                "gradient (find_unused_parameters=True allows that)"
+            ) from error
 
     def reducible(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Return the parameters that the Reducer sends gradients of, and which of these gradients are sparse."""
