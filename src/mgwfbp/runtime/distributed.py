@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.agreement import agree_on_plan
-from mgwfbp.runtime.strides import watch_strides
+from mgwfbp.runtime.strides import StrideWatch
 from mgwfbp.runtime.torch_private import PlannableParallel, missing
 from mgwfbp.units import quote
 
@@ -41,6 +41,7 @@ class DistributedDataParallel(PlannableParallel):
     def __init__(self, module: nn.Module, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
         given = inspect.signature(TorchDistributedDataParallel.__init__).bind(self, module, *args, **kwargs).arguments
         self._plan: MergePlan | None = None
+        self._watch: StrideWatch | None = None
         self._requested = _unless_missing(plan)
         self._clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
@@ -104,10 +105,12 @@ class DistributedDataParallel(PlannableParallel):
         places = {name: index for index, name in enumerate(self._names(parameters))}
         return [[places[name] for name in group] for group in self._plan.groups]
 
+    def __getstate__(self) -> Any:
+        self._stop_watch()  # its hooks belong to this object alone
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.get("_plan") is not None:
-            state = {**state, "_plan": _unless_missing(state["_plan"])}
-        super().__setstate__(state)
+        super().__setstate__({**state, "_plan": _unless_missing(state["_plan"])})
         self._finish()
 
     def _finish(self) -> None:
@@ -116,7 +119,12 @@ class DistributedDataParallel(PlannableParallel):
             return
         self.check_held()
         named = self.module.named_parameters()
-        watch_strides(self, [(name, parameter) for name, parameter in named if parameter.requires_grad])
+        self._watch = StrideWatch(self, [(name, parameter) for name, parameter in named if parameter.requires_grad])
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     def _prepare(
         self, plan: PlanLike | None, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]

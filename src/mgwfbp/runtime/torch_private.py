@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
 
-__all__ = ["PlannableParallel", "missing"]
+__all__ = ["PlannableParallel", "drop_empty_hooks", "missing"]
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
 
@@ -166,6 +166,15 @@ class PlannedReducer(_StockReducer):  # type: ignore[misc]
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)
         self._group = new_process_group
+
+
+def drop_empty_hooks(parameter: Tensor) -> None:
+    """Let torch forget that a parameter had hooks on its gradient, once all are removed.
+
+    It would otherwise call into Python for an empty list at each backward pass.
+    """
+    if hasattr(parameter, "_backward_hooks") and not parameter._backward_hooks:
+        parameter._backward_hooks = None
 
 
 @contextmanager
