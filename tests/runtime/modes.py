@@ -233,7 +233,10 @@ def sent(mode: Mode, plans: list[MergePlan]) -> str:
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     seen: list[tuple[tuple[str, ...], int]] = []
 
-    def record(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def record(
+        group: dist.ProcessGroup | None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         seen.append((tuple(names[id(parameter)] for parameter in bucket.parameters()), bucket.buffer().numel()))
         return default_hooks.allreduce_hook(group, bucket)  # type: ignore[arg-type]
 

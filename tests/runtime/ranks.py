@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
@@ -108,9 +109,29 @@ def manners(_: Path) -> dict[str, Any]:
     plain = DistributedDataParallel(Mlp(), bucket_cap_mb=1)
     plain(torch.ones(4, 6)).sum().backward()
     result["without a plan"] = [plain.plan is None, type(plain.reducer).__name__]
+    moved = DistributedDataParallel(Mlp(), plan=plan)
+    moved(torch.ones(4, 6)).sum().backward()
+    moved._update_process_group(dist.new_group())  # after which torch forgets its buckets and makes new ones
+    for _step in range(2):
+        moved(torch.ones(4, 6)).sum().backward()
+    result["another group"] = _buckets(moved) == [list(group) for group in plan.groups]
+    result["compiled"] = _norm(torch.compile(DistributedDataParallel(_seeded(), plan=plan), backend="aot_eager"))
+    result["compiled"] = abs(result["compiled"] / _norm(StockDdp(_seeded())) - 1) < 1e-5
     quiet = DistributedDataParallel(Mlp(), init_sync=False)
     result["without collectives"] = quiet.plan is None
     return {"copies": result, "strides": stride_warnings, "fallback": fallback()}
+
+
+def _seeded() -> nn.Module:
+    torch.manual_seed(5)
+    return Mlp()
+
+
+def _norm(model: Any) -> float:
+    """Take some steps and return the norm of what the gradients add up to."""
+    for step in range(4):
+        model(torch.arange(24.0).reshape(4, 6).sin() + step).square().sum().backward()
+    return sum(parameter.grad.square().sum().item() for parameter in model.parameters()) ** 0.5  # type: ignore[no-any-return]
 
 
 def _buckets(ddp: StockDdp) -> list[list[str]]:

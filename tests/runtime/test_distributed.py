@@ -145,7 +145,7 @@ def manners(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks("manners", tmp_path_factory.mktemp("manners"), 2)
 
 
-def test_names_copies_and_files_are_those_of_torch_and_keep_the_plan(manners: list[Any]) -> None:
+def test_names_copies_files_and_compiled_models_are_those_of_torch_and_keep_the_plan(manners: list[Any]) -> None:
     for found in manners:
         assert found["copies"] == {
             "same names": True,
@@ -155,6 +155,8 @@ def test_names_copies_and_files_are_those_of_torch_and_keep_the_plan(manners: li
             "saved": True,
             "back to stock": [True, "Reducer"],
             "without a plan": [True, "Reducer"],
+            "another group": True,
+            "compiled": True,
             "without collectives": True,
         }
 

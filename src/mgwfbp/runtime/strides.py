@@ -36,6 +36,7 @@ class StrideWatch:
             drop_empty_hooks(parameter)
         self._handles, self._parameters = [], []
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         self._has_seen = True
         if gradient.layout is not torch.strided:
@@ -46,6 +47,7 @@ class StrideWatch:
         if strides != view:
             self._found.append(f"{name!r} (gradient {strides}, bucket {view})")
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _report(self, *_: object) -> None:
         if not self._has_seen:
             return

@@ -145,8 +145,13 @@ class PlannedReducer(_StockReducer):  # type: ignore[misc]
         self._settled = False  # whether torch has rebuilt, after which it does not ask again
 
     def _rebuild_buckets(self) -> bool:
-        if self._settled:
-            return bool(super()._rebuild_buckets())
+        if not self._settled:
+            self._settled = self._rebuild_by_script()
+            return self._settled
+        return bool(super()._rebuild_buckets())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _rebuild_by_script(self) -> bool:
         # What torch broadcasts: all indices and the number of buckets; then the size of each bucket.
         self._script.answers = [
             [*chain.from_iterable(self._buckets), len(self._buckets)],
@@ -154,10 +159,9 @@ class PlannedReducer(_StockReducer):  # type: ignore[misc]
         ]
         super()._update_process_group(self._script)
         try:
-            self._settled = bool(super()._rebuild_buckets())
+            return bool(super()._rebuild_buckets())
         finally:
             super()._update_process_group(self._group)
-        return self._settled
 
     def _reset_state(self) -> None:
         super()._reset_state()
