@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -153,6 +152,8 @@ def train(mode: Mode, ddp: StockDdp, plans: list[MergePlan]) -> dict[str, Tensor
     model = ddp.module
     rank, device = dist.get_rank(), next(model.parameters()).device
     if mode.in_backward:
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
         optimizer = None
     else:
