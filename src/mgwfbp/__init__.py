@@ -35,12 +35,14 @@ from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
 if TYPE_CHECKING:
     from mgwfbp.measure.allreduce import measure_allreduce
     from mgwfbp.measure.backward import measure_backward
+    from mgwfbp.runtime.distributed import DistributedDataParallel
 
 __all__ = [
     "PLANNERS",
     "Cluster",
     "Cost",
     "CostError",
+    "DistributedDataParallel",
     "FileError",
     "Fit",
     "FormatError",
@@ -81,6 +83,7 @@ __version__ = "0.1.0"
 
 # Names that need torch, and where they are: imported when they are first asked for.
 _WITH_TORCH = {
+    "DistributedDataParallel": "mgwfbp.runtime.distributed",
     "measure_allreduce": "mgwfbp.measure.allreduce",
     "measure_backward": "mgwfbp.measure.backward",
 }

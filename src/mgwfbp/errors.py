@@ -8,7 +8,7 @@
     ├── TraceError      (ValueError)   impossible layer or model
     ├── CostError       (ValueError)   impossible all-reduce cost, or samples no cost can be fitted to
     ├── NetworkError    (ValueError)   impossible or unknown network
-    ├── PlanError       (ValueError)   impossible plan, unknown planner, or a plan for another model
+    ├── PlanError       (ValueError)   impossible plan, unknown planner, a plan for another model or not every rank's
     ├── TimelineError   (ValueError)   impossible timeline
     ├── SimulationError (ValueError)   impossible scenario or cluster
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
@@ -57,7 +57,7 @@ class NetworkError(MgwfbpError, ValueError):
 
 
 class PlanError(MgwfbpError, ValueError):
-    """A plan that cannot be, an unknown planner, or a plan for another model."""
+    """A plan that cannot be, an unknown planner, a plan for another model, or one that not every rank has."""
 
 
 class TimelineError(MgwfbpError, ValueError):

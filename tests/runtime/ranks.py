@@ -1,0 +1,189 @@
+"""What one rank does in the tests of several: ``python -m tests.runtime.ranks SCENARIO FOLDER``."""
+
+import copy
+import io
+import json
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
+from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, Strided, make_plan
+from tests.runtime.modes import MODES, available, compare
+
+
+def modes(_: Path) -> dict[str, Any]:
+    on_cpu = dist.get_backend() == "gloo"  # which does both, nccl only GPUs
+    return {name: compare(mode) for name, mode in MODES.items() if (on_cpu or mode.gpu) and available(mode)}
+
+
+def problem(work: Callable[[], object]) -> list[str]:
+    """Return the type and text of what a rank was told, and check that all ranks are still in step."""
+    try:
+        work()
+    except (MgwfbpError, RuntimeError) as error:
+        told = [type(error).__name__, str(error)]
+    else:
+        told = []
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    return told
+
+
+def wrong_plans(folder: Path) -> dict[str, Any]:
+    rank = dist.get_rank()
+    plan, other = make_plan(Mlp(), 3), make_plan(Mlp(), 4)
+    if rank == 0:
+        plan.save(folder / "good.json")
+        text = (folder / "good.json").read_text()
+        (folder / "torn.json").write_text(text[: len(text) // 2])
+    dist.barrier()
+    torch.manual_seed(rank)
+    model = Mlp()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    merged = MergePlan("dtypes", "by hand", (tuple(name for name, _ in Dtypes().named_parameters()),))
+    merged_sparse = MergePlan("sparse", "by hand", (tuple(name for name, _ in Sparse().named_parameters()),))
+    made = {
+        "different": lambda: DistributedDataParallel(model, plan=other if rank == 2 else plan),
+        "none on one": lambda: DistributedDataParallel(model, plan=None if rank == 1 else plan),
+        "other model": lambda: DistributedDataParallel(model, plan=make_plan(Shared(), 3)),
+        "other model on one": lambda: DistributedDataParallel(
+            model, plan=make_plan(Shared(), 3) if rank == 1 else plan
+        ),
+        "torn": lambda: DistributedDataParallel(model, plan=folder / ("torn.json" if rank == 3 else "good.json")),
+        "absent": lambda: DistributedDataParallel(model, plan=str(folder / ("no.json" if rank == 0 else "good.json"))),
+        "clash": lambda: DistributedDataParallel(model, plan=plan, bucket_cap_mb=5),
+        "dtypes": lambda: DistributedDataParallel(Dtypes(), plan=merged),
+        "sparse": lambda: DistributedDataParallel(Sparse(), plan=merged_sparse),
+    }
+    told: dict[str, Any] = {name: problem(work) for name, work in made.items()}
+    told["untouched"] = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    ddp = DistributedDataParallel(model, plan=folder / "good.json")
+    told["replan different"] = problem(lambda: ddp.replan(other if rank == 2 else plan))
+    told["replan torn"] = problem(lambda: ddp.replan(folder / ("torn.json" if rank == 3 else "good.json")))
+    told["replan unfinished"] = problem(lambda: _replan_unfinished(other))
+    with ddp.join():
+        told["replan in join"] = problem(lambda: ddp.replan(other))
+    told["still in force"] = ddp.plan == plan
+    return told
+
+
+def _replan_unfinished(plan: MergePlan) -> None:
+    ddp = DistributedDataParallel(Shared(unused=True))  # an unused parameter, and nobody looks for it
+    ddp(torch.ones(2, 6)).sum().backward()
+    ddp.replan(make_plan(ddp.module, 3))
+
+
+def manners(_: Path) -> dict[str, Any]:
+    """Copies, files, warnings and, last, a torch that lacks something."""
+    stride_warnings = strides()  # first: torch warns of this once per process
+    plan = make_plan(Mlp(), 3)
+    stock, ours = StockDdp(Mlp()), DistributedDataParallel(Mlp(), plan=plan)
+    result: dict[str, Any] = {
+        "same names": list(stock.state_dict()) == list(ours.state_dict()),
+        "loads": str(ours.load_state_dict(stock.state_dict())),
+    }
+    copies = {"copied": copy.deepcopy(ours), "pickled": pickle.loads(pickle.dumps(ours))}  # noqa: S301
+    whole = io.BytesIO()
+    torch.save(ours, whole)
+    whole.seek(0)
+    copies["saved"] = torch.load(whole, weights_only=False)
+    for name, one in copies.items():
+        result[name] = one.plan == plan and _buckets(one) == [list(group) for group in plan.groups]
+        one(torch.ones(4, 6)).sum().backward()
+        result[name] &= all(parameter.grad is not None for parameter in one.parameters())
+    ours.replan(None)
+    ours(torch.ones(4, 6)).sum().backward()
+    result["back to stock"] = [ours.plan is None, type(ours.reducer).__name__]
+    plain = DistributedDataParallel(Mlp(), bucket_cap_mb=1)
+    plain(torch.ones(4, 6)).sum().backward()
+    result["without a plan"] = [plain.plan is None, type(plain.reducer).__name__]
+    moved = DistributedDataParallel(Mlp(), plan=plan)
+    moved(torch.ones(4, 6)).sum().backward()
+    moved._update_process_group(dist.new_group())  # after which torch forgets its buckets and makes new ones
+    for _step in range(2):
+        moved(torch.ones(4, 6)).sum().backward()
+    result["another group"] = _buckets(moved) == [list(group) for group in plan.groups]
+    result["compiled"] = _norm(torch.compile(DistributedDataParallel(_seeded(), plan=plan), backend="aot_eager"))
+    result["compiled"] = abs(result["compiled"] / _norm(StockDdp(_seeded())) - 1) < 1e-5
+    quiet = DistributedDataParallel(Mlp(), init_sync=False)
+    result["without collectives"] = quiet.plan is None
+    return {"copies": result, "strides": stride_warnings, "fallback": fallback()}
+
+
+def _seeded() -> nn.Module:
+    torch.manual_seed(5)
+    return Mlp()
+
+
+def _norm(model: Any) -> float:
+    """Take some steps and return the norm of what the gradients add up to."""
+    for step in range(4):
+        model(torch.arange(24.0).reshape(4, 6).sin() + step).square().sum().backward()
+    return sum(parameter.grad.square().sum().item() for parameter in model.parameters()) ** 0.5  # type: ignore[no-any-return]
+
+
+def _buckets(ddp: StockDdp) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    return [[names[id(one)] for one in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+
+
+def fallback() -> dict[str, Any]:
+    """A torch without one of the names that are needed: removed here, in this process alone."""
+    del dist.Reducer._update_process_group  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ddp = DistributedDataParallel(Mlp(), plan=make_plan(Mlp(), 3))
+    for _step in range(3):
+        ddp(torch.ones(4, 6)).sum().backward()
+    return {"warnings": [str(one.message) for one in seen], "plan": ddp.plan, "reducer": type(ddp.reducer).__name__}
+
+
+def strides() -> dict[str, Any]:
+    model = Strided()
+    ddp = DistributedDataParallel(model, plan=make_plan(model, 3), gradient_as_bucket_view=True)
+    said = []
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            output = ddp(torch.ones(2, 4))
+            if step == 0:
+                model.odd.grad = torch.zeros(4, 4).t()  # autograd adds to it and keeps its strides
+            output.sum().backward()
+        said.append([str(one.message) for one in seen])
+    hooks = [parameter._backward_hooks for parameter in model.parameters()]
+    return {"said": said, "hooks left": [*(one for one in hooks if one is not None), *ddp._forward_pre_hooks.values()]}
+
+
+SCENARIOS = {"modes": modes, "wrong_plans": wrong_plans, "manners": manners}
+
+
+def main() -> None:
+    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        os.environ.get("TEST_BACKEND", "gloo"),
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=20),
+    )
+    result = SCENARIOS[scenario](folder)
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
