@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from mgwfbp import DistributedDataParallel, MergePlan
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
@@ -51,8 +50,6 @@ def wrapped(wrapper: Any) -> Callable[[StockDdp], object]:
 
 VIEWS, STATIC, UNUSED = {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}
 
-HALF = {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.float32)}
-
 
 def shared_unused() -> nn.Module:
     return Shared(unused=True)
@@ -89,8 +86,6 @@ MODES = {
     "batched copies": Mode(arguments={"batched_grad_copy": True}),
     "lazy buckets": Mode(arguments={"lazy_bucket_allocation": True}),
     "optimizer in backward": Mode(gpu=True, in_backward=True),
-    "mixed precision": Mode(gpu=True, arguments=HALF, wire=torch.bfloat16),
-    "mixed precision views": Mode(gpu=True, arguments=HALF | VIEWS, wire=torch.bfloat16),
     "gpu": Mode(gpu=True),
     "gpu dtypes": Mode(Dtypes, gpu=True),
     "hook allreduce": Mode(hook=python_hook(default_hooks.allreduce_hook)),
@@ -112,7 +107,6 @@ MODES = {
     "replan hook": Mode(hook=python_hook(default_hooks.bf16_compress_hook), wire=torch.bfloat16, replan_after=2),
     "replan builtin": Mode(hook=builtin_hook("FP16_COMPRESS"), wire=torch.float16, replan_after=2),
     "replan gpu": Mode(gpu=True, arguments=VIEWS, replan_after=2),
-    "replan mixed precision": Mode(gpu=True, arguments=HALF, wire=torch.bfloat16, replan_after=2),
     "replan optimizer in backward": Mode(gpu=True, in_backward=True, replan_after=2),
 }
 
@@ -227,7 +221,7 @@ def wrap(mode: Mode, kind: Callable[..., StockDdp], **more: Any) -> StockDdp:
 
 def sent(mode: Mode, plans: list[MergePlan]) -> str:
     """Watch every bucket of every step with a communication hook; say where it was not the plan's, if anywhere."""
-    if mode.hook is not None or mode.uneven or mode.in_backward or "mixed_precision" in mode.arguments:
+    if mode.hook is not None or mode.uneven or mode.in_backward:
         return ""  # a Reducer takes one hook; join calls it outside of steps
     ddp = wrap(mode, DistributedDataParallel, plan=plans[0])
     assert isinstance(ddp, DistributedDataParallel)

@@ -1,6 +1,7 @@
 """What one rank does in the tests of several: ``python -m tests.runtime.ranks SCENARIO FOLDER``."""
 
 import copy
+import gc
 import io
 import json
 import os
@@ -182,6 +183,8 @@ def main() -> None:
     )
     result = SCENARIOS[scenario](folder)
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    # Reducers that wait for the garbage collector would outlive the group, whose threads must not outlive the process.
+    gc.collect()
     dist.destroy_process_group()
 
 

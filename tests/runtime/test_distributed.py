@@ -12,20 +12,24 @@ import pytest
 
 def run_ranks(scenario: str, folder: Path, world: int) -> list[Any]:
     """Run a scenario of tests/runtime/ranks.py and return what each rank wrote."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.runtime.ranks", scenario, str(folder)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
+    logs = [folder / f"rank{rank}.log" for rank in range(world)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "tests.runtime.ranks", scenario, str(folder)],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        processes.append(process)
     try:
         statuses = [process.wait(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert statuses == [0] * world
+    assert statuses == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -34,8 +34,8 @@ class DistributedDataParallel(PlannableParallel):
 
     All ranks must have the same plan: they compare before anything is changed, and a plan that differs, cannot be read
     or is not for this model is an error on every rank. A message holds gradients of one dtype and one device; a sparse
-    gradient travels alone. Where this torch cannot hold given buckets, a warning says what is missing and the buckets
-    are torch's own.
+    gradient travels alone. Where this torch cannot hold given buckets, and with ``mixed_precision``, a warning says why
+    and the buckets are torch's own.
     """
 
     def __init__(self, module: nn.Module, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
@@ -47,8 +47,8 @@ class DistributedDataParallel(PlannableParallel):
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
         self._compares = self._requested is not None or given.get("init_sync", True)
         super().__init__(module, *args, **kwargs)
-        if self._requested is not None and self.has_no_buckets:
-            _warn_unused(self.has_no_buckets)
+        if self._requested is not None and self.cannot_hold:
+            _warn_unused(self.cannot_hold)
         del self._requested, self._clash, self._compares
         self._finish()
 
@@ -74,8 +74,8 @@ class DistributedDataParallel(PlannableParallel):
 
         if plan is not None and (plan := _unless_missing(plan)) is None:
             return
-        if self.has_no_buckets:
-            raise PlanError(f"there are no buckets to change: {self.has_no_buckets}")
+        if self.cannot_hold:
+            raise PlanError(f"no plan can be held: {self.cannot_hold}")
         with self._on_device():
             agreed = agree_on_plan(prepare, self.process_group)
         changed = (agreed and agreed.groups) != (self._plan and self._plan.groups)
@@ -88,7 +88,7 @@ class DistributedDataParallel(PlannableParallel):
         """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
         if not self.__dict__.get("_compares", False):
             return
-        requested = None if self.has_no_buckets else self._requested
+        requested = None if self.cannot_hold else self._requested
 
         def prepare() -> MergePlan | None:
             if requested is not None and self._clash:
@@ -115,7 +115,7 @@ class DistributedDataParallel(PlannableParallel):
 
     def _finish(self) -> None:
         """Do what follows every construction, be it from the constructor, a pickle or a copy."""
-        if self.has_no_buckets:
+        if self.cannot_hold:
             return
         self.check_held()
         named = self.module.named_parameters()
