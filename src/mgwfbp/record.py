@@ -95,9 +95,6 @@ class FrozenDict(dict[str, Any]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
-    def __hash__(self) -> int:  # type: ignore[override]  # dicts cannot be hashed, ones that do not change can
-        return hash(frozenset(self.items()))
-
     def __reduce__(self) -> tuple[type[Self], tuple[dict[str, Any]]]:
         return type(self), (dict(self),)
 
@@ -262,10 +259,10 @@ def first_repeated(names: Iterable[str]) -> str | None:
     return None
 
 
-def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> object:
+def read_json(path: str | os.PathLike[str]) -> object:
     """Parse a JSON file: no NaN, no infinity, no repeated field."""
     name = show_path(path)
-    text = read_text(path, max_bytes=max_bytes)
+    text = read_text(path)
     if not text.strip():
         raise FormatError(f"{name}: empty, expected JSON")
     try:

@@ -2,18 +2,15 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
+from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.devices import DEVICES
@@ -73,7 +70,10 @@ def backward(
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def local() -> ModelTrace:
-        with failures_of(spec, batch_size, device), _progress("backward", warmup + steps) as advance:
+        with (
+            failures_of(spec, batch_size, device),
+            progress_bar("backward", warmup + steps, shown=rank() == 0) as advance,
+        ):
             workload = _workload(spec, batch_size, _place(device), image_size, sequence_length)
             return measure_backward(
                 workload.model,
@@ -126,7 +126,7 @@ def allreduce(
         )
     from mgwfbp.measure.allreduce import measure_allreduce
 
-    with process_group(device, backend), _progress("all-reduce", 1.0) as advance:
+    with process_group(device, backend), progress_bar("all-reduce", 1.0, shown=rank() == 0) as advance:
         done = 0.0
 
         def on_progress(fraction: float) -> None:
@@ -238,12 +238,3 @@ def _write_trace(trace: ModelTrace, output: str | None) -> None:
         talk(f"unused parameters, ready from the start: {', '.join(trace.source['unused'][:5])}")
     if trace.source.get("num_orders", 1) > 1:
         talk(f"the order of gradients changed from step to step: {trace.source['num_orders']} orders were seen")
-
-
-@contextmanager
-def _progress(what: str, total: float) -> Iterator[Callable[[float], object]]:
-    """Show a progress bar on a terminal, of rank 0 alone."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal or rank() != 0, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda amount: bar.advance(task, amount)

@@ -1,14 +1,15 @@
-"""A progress bar for what takes more than a second."""
+"""Progress bars, on a terminal's stderr."""
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
 
-__all__ = ["show_progress"]
+__all__ = ["progress_bar", "show_progress"]
 
 _PATIENCE_S = 1.0
 
@@ -33,3 +34,12 @@ def show_progress(items: Iterable[_Item], total: int, what: str) -> Iterator[_It
         timer.cancel()
         timer.join()  # it may just be starting the bar
         bar.stop()
+
+
+@contextmanager
+def progress_bar(what: str, total: float, *, shown: bool) -> Iterator[Callable[[float], object]]:
+    """Show from the start how far something is that calls what this gives with every amount done."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)
