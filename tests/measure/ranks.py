@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgwfbp import MeasureError, measure_allreduce, measure_backward
+from mgwfbp import (
+    LayerTrace,
+    LinearCost,
+    MeasureError,
+    ModelTrace,
+    PiecewiseCost,
+    measure_allreduce,
+    measure_backward,
+)
 from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, together
 from mgwfbp.measure.workload import Workload, build_workload, default_loss
 from tests.measure.models import SlowMiddle, tiny_transformer
@@ -49,6 +57,20 @@ def sparse() -> dict[str, Any]:
     model = nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
     tokens = torch.arange(1 + dist.get_rank()).unsqueeze(0)
     return {"trace": agree_on_trace(measure_backward(model, tokens, steps=1)).to_json()}
+
+
+def slowest() -> dict[str, Any]:
+    """Each rank is the slowest at something else."""
+    rank = dist.get_rank()
+    forward_s, first_s, second_s = [(1.0, 1.0, 1.0), (2.0, 0.25, 6.0), (1.0, 4.0, 0.25)][rank]
+    trace = ModelTrace("toy", forward_s, (LayerTrace("b", first_s, 8), LayerTrace("a", second_s, 4)))
+    line = LinearCost(3, [1.0, 3.0, 2.0][rank], [3.0, 1.0, 2.0][rank])
+    curve = PiecewiseCost(3, ((4, [2.0, 1.0, 1.0][rank]), (8, [3.0, 3.0, 5.0][rank])))
+    return {
+        "trace": agree_on_trace(trace).to_json(),
+        "line": agree_on_cost(line).to_json(),
+        "curve": agree_on_cost(curve).to_json(),
+    }
 
 
 def one_fails() -> dict[str, Any]:
@@ -92,6 +114,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "different_settings": different_settings,
     "no_time": no_time,
     "sparse": sparse,
+    "slowest": slowest,
     "one_fails": one_fails,
     "killed": killed,
     **{f"order:{model}": partial(order, model) for model in ("resnet18", "googlenet", "transformer")},

@@ -44,7 +44,7 @@ def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return run_well(folder, 3, "different_models", "different_settings", "no_time", "one_fails", "sparse")
+    return run_well(folder, 3, "different_models", "different_settings", "no_time", "one_fails", "sparse", "slowest")
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -85,6 +85,15 @@ def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> N
 
 def test_a_failure_on_one_rank_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:
     assert [result["error"] for result in of_three["one_fails"]] == ["rank 1 failed: ValueError: no luck"] * 3
+
+
+def test_the_slowest_rank_counts_gradient_by_gradient_and_size_by_size(of_three: dict[str, list[Any]]) -> None:
+    for result in of_three["slowest"]:
+        trace = ModelTrace.from_json(result["trace"])
+        # The forward pass ends at 2 on rank 1; b is ready at 5 on rank 2, a at 8.25 on rank 1.
+        assert (trace.forward_s, trace.ready_s) == (2.0, (5.0, 8.25))
+        assert (result["line"]["startup_s"], result["line"]["per_byte_s"]) == (3.0, 3.0)
+        assert result["curve"]["points"] == [[4, 2.0], [8, 5.0]]
 
 
 def test_of_a_sparse_gradient_the_largest_counts(of_three: dict[str, list[Any]]) -> None:
