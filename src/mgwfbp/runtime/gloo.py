@@ -5,11 +5,11 @@ model, like nccl, sends one message after another. Torch passes no options on to
 does; groups that are made later (``dist.new_group``) are of the same kind.
 
 [Note: the end of a process]
-A finished message keeps a Python object, and gloo's thread may be the last to hold the message, so it waits for the
-interpreter's lock. If the process ends meanwhile, Python (before 3.14) ends that thread inside a C++ destructor, and the
-process aborts with "terminate called without an active exception" after all its work is done. It takes a group that
-outlives ``destroy_process_group`` because a model still holds it: about 7 of 100 ranks of torch's own DDP on a busy
-machine. A moment without the lock, right before the end, is enough for gloo's threads.
+A finished message keeps a Python object, and gloo's thread may be the last to hold the message, so that it waits for
+the interpreter's lock. If the process ends meanwhile, Python (before 3.14) ends it inside a C++ destructor, and
+the process aborts with "terminate called without an active exception" after all its work is done. It takes a group
+that outlives ``destroy_process_group`` because a model still holds it: about 7 of 100 ranks of torch's own DDP on a
+busy machine. A moment without the lock, right before the end, is enough for gloo's threads.
 """
 
 import atexit
