@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.agreement import agree_on_plan
+from mgwfbp.runtime.compile_private import install, uncompiled, warn_of_old_cuts
 from mgwfbp.runtime.strides import StrideWatch
 from mgwfbp.runtime.torch_private import PlannableParallel, missing
 from mgwfbp.units import quote
@@ -83,6 +85,7 @@ class DistributedDataParallel(PlannableParallel):
         if changed:
             self.rebuild_reducer()
             self.check_held()
+            warn_of_old_cuts(self)
 
     def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
         """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
@@ -117,6 +120,7 @@ class DistributedDataParallel(PlannableParallel):
         """Do what follows every construction, be it from the constructor, a pickle or a copy."""
         if self.cannot_hold:
             return
+        install()
         self.check_held()
         named = self.module.named_parameters()
         self._watch = StrideWatch(self, [(name, parameter) for name, parameter in named if parameter.requires_grad])
@@ -133,6 +137,8 @@ class DistributedDataParallel(PlannableParallel):
         if plan is None:
             return None
         loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
+        if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
+            loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
         kinds = {
             name: _Kind(parameter.dtype, parameter.device, is_sparse)
             for name, parameter, is_sparse in zip(self._names(parameters), parameters, sparse, strict=True)
@@ -143,7 +149,7 @@ class DistributedDataParallel(PlannableParallel):
         return loaded
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        by_parameter = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        by_parameter = {id(parameter): uncompiled(name) for name, parameter in self.module.named_parameters()}
         return [by_parameter[id(parameter)] for parameter in parameters]
 
     def _on_device(self) -> AbstractContextManager[object]:
