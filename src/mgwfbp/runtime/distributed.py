@@ -87,10 +87,11 @@ class DistributedDataParallel(TunableParallel):
     ) -> Iterator[Observation]:
         """Measure the timelines of the next steps that run inside ``with model.observe() as seen:``.
 
-        Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between. After the
-        block ``seen.timeline`` is the measured `Timeline` of this rank, ``seen.trace`` the ready times, and
-        ``seen.predicted`` the timeline that `predict` gives for the plan in force with the trace and cost in
-        ``predict_with`` (a trace of None stands for the observed one), or else with those that the tuner found.
+        Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between, and the
+        first after a change of buckets does not count. After the block ``seen.timeline`` is the measured `Timeline` of
+        this rank, ``seen.trace`` the ready times, and ``seen.predicted`` the timeline that `predict` gives for the plan
+        in force with the trace and cost in ``predict_with`` (a trace of None stands for the observed one), or else with
+        those that the tuner found.
 
         A message is ready when the Reducer asks for it, starts once the message before it has arrived, and ends when it
         has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans.
@@ -105,12 +106,15 @@ class DistributedDataParallel(TunableParallel):
         watch: StepWatch | None = None
 
         def step_has_ended() -> None:
-            if watch is not None and self.has_settled:
-                taken.extend(watch.take())
-                if len(taken) >= steps:
-                    watch.stop()
+            if watch is None:
+                return
+            seen_steps = watch.take()
+            if self.has_settled:  # the first step of a Reducer is unlike the others
+                taken.extend(seen_steps)
+            if len(taken) >= steps:
+                watch.stop()
 
-        watch = StepWatch(self, parameters, moments_of(self.device, self.process_group), step_has_ended)
+        watch = StepWatch(self, parameters, moments_of(self.device), step_has_ended)
         try:
             watch.listen(True)
             watch.watches_gradients = True

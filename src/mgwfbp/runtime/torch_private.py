@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
-Listener = Callable[[int], Callable[[], None]]  # told the bytes of a message, returns whom to tell of its arrival
+Listener = Callable[[int], Callable[[Any], None]]  # told the bytes of a message, returns who wants its future
 
 # What is used below, by owner. Newer settings (manual finalization, say) are looked for where they are used.
 _NEEDED = {
@@ -160,9 +160,9 @@ class _Overheard(_StockGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send, and tell the listener."""
-        arrived = self._listener(sum(tensor.nbytes for tensor in tensors))
+        follow = self._listener(sum(tensor.nbytes for tensor in tensors))
         work = self._group.allreduce(tensors, *options)
-        work.get_future().add_done_callback(lambda _: arrived())
+        follow(work.get_future())
         return work
 
     def broadcast(self, *arguments: Any) -> Any:
@@ -179,9 +179,9 @@ def _overheard(hook: Any, listener: Listener) -> Any:
 
     @wraps(hook)
     def told(state: object, bucket: Any) -> Any:
-        arrived = listener(bucket.buffer().nbytes)
+        follow = listener(bucket.buffer().nbytes)
         future = hook(state, bucket)
-        future.add_done_callback(lambda _: arrived())
+        follow(future)
         return future
 
     return told
@@ -305,6 +305,11 @@ class PlannableParallel(DistributedDataParallel):
         return torch.is_grad_enabled() and self.require_backward_grad_sync and not self.in_join
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether a communication hook sends the gradients."""
+        return bool(self._comm_hooks) or self._builtin_hook is not None
+
+    @property
     def has_settled(self) -> bool:
         """Whether the Reducer has the buckets it will keep."""
         return bool(self._has_rebuilt_buckets) or (self.find_unused_parameters and not self.static_graph)
@@ -349,7 +354,7 @@ class PlannableParallel(DistributedDataParallel):
     def overhear(self, listener: Listener | None) -> None:
         """Tell a listener of every message from now on, or with None nobody. Only between steps."""
         self._listener = listener
-        if self._comm_hooks or self._builtin_hook is not None:
+        if self.has_hooks:
             self.rebuild_reducer()  # which is told its hooks only once
         else:
             self._connect()
