@@ -21,6 +21,7 @@ from mgwfbp.errors import (
     NetworkError,
     PlanError,
     SimulationError,
+    StrategyError,
     TimelineError,
     TraceError,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Simulation",
     "SimulationError",
     "Span",
+    "StrategyError",
     "Timeline",
     "TimelineError",
     "TraceError",
