@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.runtime.torch_private import PlannableParallel
 
-__all__ = ["cut_after", "install", "missing", "uncompiled", "warn_of_old_cuts"]
+__all__ = ["cut_after", "follow_plans", "missing", "uncompiled", "warn_of_old_cuts"]
 
 _FIRST_BUCKET_BYTES: int = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
 
@@ -54,7 +54,7 @@ def uncompiled(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def install() -> None:
+def follow_plans() -> None:
     """Have the graphs of models in a `PlannableParallel` cut by its plan from now on; others are left to torch."""
     if missing():
         return  # graphs are then cut by torch's own rule; nothing else depends on it
@@ -67,7 +67,8 @@ def install() -> None:
 
 def warn_of_old_cuts(ddp: PlannableParallel) -> None:
     """Warn where a model's graph was compiled before its plan changed."""
-    if ddp.__dict__.pop("_compiled_with_cuts", False):
+    if ddp.is_compiled:
+        ddp.is_compiled = False
         warnings.warn(
             "the plan has changed after the model was compiled: messages are the new plan's, but the graph is still "
             "cut where the old one cut; call torch.compiler.reset() to have it compiled again",
@@ -115,7 +116,7 @@ def _following(stock: Any) -> type:
         def compile_fn(self, gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self._ddp is None:
                 return super().compile_fn(gm, example_inputs, *args, **kwargs)
-            self._ddp.__dict__["_compiled_with_cuts"] = True
+            self._ddp.is_compiled = True
             groups = _parameter_groups(self._ddp)
             self._cuts = {} if groups is None else _cuts_of(gm, example_inputs, groups)
             if self._cuts:

@@ -15,6 +15,7 @@ from mgwfbp.planners import PLANNERS, Planner, find_plan, plan_bucket, plan_wfbp
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
 from mgwfbp.runtime.compile_private import uncompiled
 from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.kinds import split_by_kind
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
@@ -58,7 +59,7 @@ def parallel(
     if isinstance(strategy, MergePlan) or not isinstance(strategy, str) or _is_path(strategy):
         return DistributedDataParallel(module, plan=strategy, **ddp_arguments)
     if strategy in ("auto", "ddp"):
-        return DistributedDataParallel(module, **ddp_arguments)
+        return DistributedDataParallel(module, tune=strategy == "auto", **ddp_arguments)
     plan = plan_for(module, strategy, trace=trace, cost=cost, delayed=_delayed(ddp_arguments))
     if strategy == "naive" and ddp_arguments.get("skip_all_reduce_unused_params"):
         raise StrategyError("strategy 'naive' waits for all gradients; leave out skip_all_reduce_unused_params")
@@ -101,27 +102,7 @@ def plan_for(
     # What is predicted is a plan's step: naive S-SGD and a parameter server take another one.
     hooked = strategy in ("naive", "ps")
     plan = planner(trace, _FREE) if cost is None or hooked else find_plan(trace, cost, planner)
-    return replace(split_kinds(plan, _kinds(module)), planner=strategy)
-
-
-def split_kinds(plan: MergePlan, kinds: Mapping[str, str]) -> MergePlan:
-    """Split every message that holds several kinds of gradients into one for each; predictions are dropped then.
-
-    Gradients of no known kind are left for the check of the plan against the model.
-
-    >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
-    >>> split_kinds(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
-    (('c',), ('d', 'b'), ('a',))
-    """
-    groups = []
-    for group in plan.groups:
-        parts: dict[str, list[str]] = {}
-        for name in group:
-            kind = kinds.get(uncompiled(name), "")
-            # In the order in which they are complete.
-            parts[kind] = [*parts.pop(kind, []), name]
-        groups += [tuple(part) for part in parts.values()]
-    return plan if len(groups) == plan.num_groups else replace(plan, groups=tuple(groups), predicted={})
+    return replace(split_by_kind(plan, _kinds(module)), planner=strategy)
 
 
 def _planner(strategy: str) -> Planner:

@@ -1,0 +1,72 @@
+"""What must be equal within a message: `Kind`."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mgwfbp.errors import PlanError
+from mgwfbp.plan import MergePlan
+from mgwfbp.runtime.compile_private import uncompiled
+from mgwfbp.units import quote
+
+__all__ = ["Kind", "check_kinds", "kinds_of", "split_by_kind"]
+
+
+class Kind(NamedTuple):
+    """What must be equal within a message."""
+
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+def kinds_of(named: Iterable[tuple[str, nn.Parameter]], sparse: Sequence[bool]) -> dict[str, Kind]:
+    """Return the kind of every gradient."""
+    return {
+        name: Kind(parameter.dtype, parameter.device, is_sparse)
+        for (name, parameter), is_sparse in zip(named, sparse, strict=True)
+    }
+
+
+def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
+    """Raise unless the plan covers the model's gradients and each of its messages can be sent."""
+    plan.check_covers(list(kinds), what="the model")
+    for index, group in enumerate(plan.groups):
+        first_name, first = group[0], kinds[group[0]]
+        for name in group:
+            if kinds[name].is_sparse and len(group) > 1:
+                raise PlanError(
+                    f"message {index} of the plan merges {quote(name)}, whose gradient is sparse, with others; "
+                    "DDP sends a sparse gradient alone: give it a message of its own"
+                )
+            if kinds[name] != first:
+                raise PlanError(
+                    f"message {index} of the plan merges {quote(first_name)} ({first}) with {quote(name)} "
+                    f"({kinds[name]}); a message holds one dtype on one device: split it"
+                )
+
+
+def split_by_kind(plan: MergePlan, kinds: Mapping[str, Hashable]) -> MergePlan:
+    """Split every message that holds several kinds of gradients into one for each; predictions are dropped then.
+
+    Planners know nothing of kinds. Gradients of no known kind are left for the check of the plan against the model.
+
+    >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
+    >>> split_by_kind(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
+    (('c',), ('d', 'b'), ('a',))
+    """
+    groups = []
+    for group in plan.groups:
+        parts: dict[Hashable, list[str]] = {}
+        for name in group:
+            kind = kinds.get(uncompiled(name), "")
+            # In the order in which they are complete.
+            parts[kind] = [*parts.pop(kind, []), name]
+        groups += [tuple(part) for part in parts.values()]
+    return plan if len(groups) == plan.num_groups else replace(plan, groups=tuple(groups), predicted={})
