@@ -20,6 +20,7 @@ from mgwfbp.errors import (
     MgwfbpError,
     NetworkError,
     PlanError,
+    ResultError,
     SimulationError,
     TimelineError,
     TraceError,
@@ -28,6 +29,7 @@ from mgwfbp.fitting import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
+from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
 from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLANNERS",
+    "BenchResult",
     "Cluster",
     "Cost",
     "CostError",
@@ -57,10 +60,12 @@ __all__ = [
     "NetworkError",
     "PiecewiseCost",
     "PlanError",
+    "ResultError",
     "Scenario",
     "Simulation",
     "SimulationError",
     "Span",
+    "StrategyResult",
     "Timeline",
     "TimelineError",
     "TraceError",

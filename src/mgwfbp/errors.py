@@ -10,6 +10,7 @@
     ├── NetworkError    (ValueError)   impossible or unknown network
     ├── PlanError       (ValueError)   impossible plan, unknown planner, a plan for another model or not every rank's
     ├── TimelineError   (ValueError)   impossible timeline
+    ├── ResultError     (ValueError)   impossible result of a benchmark
     ├── SimulationError (ValueError)   impossible scenario or cluster
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
     └── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
@@ -26,6 +27,7 @@ __all__ = [
     "MgwfbpError",
     "NetworkError",
     "PlanError",
+    "ResultError",
     "SimulationError",
     "TimelineError",
     "TraceError",
@@ -62,6 +64,10 @@ class PlanError(MgwfbpError, ValueError):
 
 class TimelineError(MgwfbpError, ValueError):
     """A timeline that cannot be."""
+
+
+class ResultError(MgwfbpError, ValueError):
+    """A result of a benchmark that cannot be."""
 
 
 class MeasureError(MgwfbpError, RuntimeError):
