@@ -24,12 +24,14 @@ from mgwfbp.errors import (
     SimulationError,
     TimelineError,
     TraceError,
+    TrainError,
 )
 from mgwfbp.fitting import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
 from mgwfbp.results import BenchResult, StrategyResult
+from mgwfbp.run import TrainingRun
 from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
 from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
@@ -69,6 +71,8 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "TraceError",
+    "TrainError",
+    "TrainingRun",
     "find_plan",
     "fit",
     "load_cost",
