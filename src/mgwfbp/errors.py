@@ -12,6 +12,7 @@
     ├── TimelineError   (ValueError)   impossible timeline
     ├── ResultError     (ValueError)   impossible result of a benchmark
     ├── SimulationError (ValueError)   impossible scenario or cluster
+    ├── ReportError     (ValueError)   nothing to report on, or a picture that cannot be made
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
     ├── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
     └── TrainError      (RuntimeError) impossible training run, one that cannot start or go on, or a worker that failed
@@ -28,6 +29,7 @@ __all__ = [
     "MgwfbpError",
     "NetworkError",
     "PlanError",
+    "ReportError",
     "ResultError",
     "SimulationError",
     "TimelineError",
@@ -78,6 +80,10 @@ class MeasureError(MgwfbpError, RuntimeError):
 
 class SimulationError(MgwfbpError, ValueError):
     """A scenario or a cluster that cannot be simulated."""
+
+
+class ReportError(MgwfbpError, ValueError):
+    """Nothing to report on, or a picture that cannot be made."""
 
 
 class LabError(MgwfbpError, RuntimeError):
