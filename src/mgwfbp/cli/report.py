@@ -18,7 +18,7 @@ from mgwfbp.cli.options import (
 from mgwfbp.cli.output import talk
 from mgwfbp.errors import ReportError
 from mgwfbp.network import PRESETS, load_network
-from mgwfbp.planners import Planner
+from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.record import write_bytes, write_text
 from mgwfbp.report.cases import find_cases
 from mgwfbp.report.inputs import Inputs, load_inputs
@@ -72,6 +72,10 @@ def report(
         typer.Option(metavar="NAME|FILE", help=f"A network to plan for: network.json or one of {', '.join(PRESETS)}."),
     ] = None,
     workers: Annotated[str | None, typer.Option(metavar="N,N,...", help="Workers on these networks.")] = None,
+    planner: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help=f"Whose plans to predict, if not all: any of {', '.join(PLANNERS)}."),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
@@ -87,7 +91,7 @@ def report(
     counts = _worker_counts(workers)
     if given.networks and given.traces and not counts and figure in (None, "timelines"):
         raise typer.BadParameter("missing; a network does not say how many there are", param_hint="--workers")
-    everyone = planners(bucket_mb, first_bucket_mb)
+    everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
     if chosen == "html":
         _write(build_page(given, workers=counts, planners=everyone, title=title), output)
     elif chosen == "text":
@@ -108,6 +112,14 @@ def _worker_counts(text: str | None) -> list[int]:
             raise typer.BadParameter(f"{part!r}, expected whole numbers of 1 or more: 4,8", param_hint="--workers")
         counts.append(int(part))
     return counts
+
+
+def _chosen_planners(names: list[str] | None, everyone: dict[str, Planner]) -> dict[str, Planner]:
+    chosen = ",".join(names).split(",") if names else list(everyone)
+    for name in chosen:
+        if name not in everyone:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(everyone)}", param_hint="--planner")
+    return {name: everyone[name] for name in chosen}
 
 
 def _write(text: str, output: str | None) -> None:

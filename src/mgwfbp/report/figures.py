@@ -8,7 +8,9 @@ try:
     import matplotlib as mpl
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
-    from matplotlib.ticker import NullLocator
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+    from matplotlib.ticker import MaxNLocator, NullLocator
 except ImportError as _missing:
     from mgwfbp.errors import ReportError
 
@@ -109,9 +111,16 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
 
 
 def _draw_lane(axes: Axes, bottom: float, spans: Sequence[tuple[float, float]], colors: tuple[str, str]) -> None:
+    """Draw spans in two colours in turn, each colour as one path: thousands of messages stay a small file."""
     for parity, color in enumerate(colors):
-        bars = [(start_s, end_s - start_s) for start_s, end_s in spans[parity::2] if end_s > start_s]
-        axes.broken_barh(bars, (bottom, 0.95), facecolor=color, edgecolor="white", linewidth=0.3 * (len(spans) < 60))
+        corners, codes = [], []
+        for start_s, end_s in spans[parity::2]:
+            corners += [(start_s, bottom), (end_s, bottom), (end_s, bottom + 0.95), (start_s, bottom + 0.95)]
+            corners.append((start_s, bottom))
+            codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+        if corners:
+            gap = 0.3 * (len(spans) < 60)
+            axes.add_patch(PathPatch(Path(corners, codes), facecolor=color, edgecolor="white", linewidth=gap))
 
 
 def draw_chart(chart: Chart, axes: Axes) -> None:
@@ -191,7 +200,8 @@ def _draw_stacked(chart: Chart, axes: Axes) -> None:
     axes.set_yticks(places, [_plain(label) for label in chart.labels])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(_format(chart.y_unit))
     axes.set_xlabel(chart.y_label)
     # Below the axis: bars fill all of the picture.
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(chart.series))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(chart.series))

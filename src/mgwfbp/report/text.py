@@ -36,7 +36,7 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     >>> from mgwfbp.trace import LayerTrace, ModelTrace
     >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
     >>> step = predict(trace, LinearCost(2, 2.0, 0.1), MergePlan.of_sizes(trace, [1, 2], planner="by hand"))
-    >>> print(draw_timeline(step, width=36))
+    >>> print(draw_timeline(step, width=38))
     by hand: 2 messages, step 13 s, exposed 4 s
     compute   |ffffffbbbbBBBBbbbb        |
     messages  |          ======  ########|

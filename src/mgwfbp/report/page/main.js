@@ -50,8 +50,12 @@ function makeCase(entry) {
     section.append(makeTimelineLegend());
     const whole = { start: 0, end: Math.max(...entry.steps.map((step) => step.iteration_s)) };
     let view = whole;
-    const back = make("button", { type: "button", hidden: "" }, "Show the whole step");
-    section.append(make("p", { class: "hint" }, "All steps are drawn to one scale. Point at a message to see what it carries; drag to look closer. ", back));
+    const shortest = Math.min(...entry.steps.map((step) => step.iteration_s));
+    const back = make("button", { type: "button", hidden: "" }, "Show whole steps");
+    const closer = make("button", { type: "button" }, "Look closer at the short steps");
+    closer.hidden = whole.end < 2 * shortest;
+    section.append(make("p", { class: "hint" }, "All steps are drawn to one scale. Point at a message to see what it carries; drag to look closer. ", closer, " ", back));
+    closer.addEventListener("click", () => zoom({ start: 0, end: 1.2 * shortest }));
     const redraw = [];
     const zoom = (wanted) => {
       view = wanted || whole;
