@@ -16,7 +16,7 @@ from mgwfbp.cli.options import (
     planners,
 )
 from mgwfbp.cli.output import talk
-from mgwfbp.errors import ReportError
+from mgwfbp.errors import FileError, ReportError
 from mgwfbp.network import PRESETS, load_network
 from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.record import write_bytes, write_text
@@ -153,7 +153,10 @@ def _write_figures(
     if output is None:
         raise typer.BadParameter("missing; a picture is not for a terminal (try --format text)", param_hint="--output")
     if figure == "all":
-        Path(output).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{output}: cannot be made a folder: {error.strerror or error}") from error
         for number in FIGURES:
             _write_picture(
                 render_figure(paper_figure(number, given), form), str(Path(output) / f"figure{number}.{form}")

@@ -104,12 +104,11 @@ def _load(name: str) -> list[tuple[str, Any]]:
         rows = fields.get("rows", None)
         if fields.get("format", None) is None and isinstance(rows, dict):  # of `mgwfbp paper --json`
             return [("sweeps", _rows(fields.child("rows").items(model), model)) for model in rows]
-        if fields["format"] == RunResults.FORMAT:
-            return [("runs", TrainingRun.load(Path(name).parent))]
-        if fields["format"] not in _READERS:
-            known = ", ".join(form.removesuffix("/1") for form in _READERS)
-            raise FormatError(f"format: {quote(fields['format'])} is not one a report is made from: {known}")
-    kind, read = _READERS[fields["format"]]
+        form = fields["format"]
+        if not isinstance(form, str) or form not in _READERS:
+            known = ", ".join(_READERS)
+            raise FormatError(f"format: {quote(form)} is not one a report is made from: {known}")
+    kind, read = _READERS[form]
     return [(kind, read(name))]
 
 
@@ -122,6 +121,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = MappingProxyType(
         MergePlan.FORMAT: ("plans", MergePlan.load),
         Timeline.FORMAT: ("timelines", Timeline.load),
         BenchResult.FORMAT: ("benches", BenchResult.load),
+        RunResults.FORMAT: ("runs", lambda name: TrainingRun.load(Path(name).parent)),
     }
 )
 
