@@ -99,3 +99,10 @@ def test_a_sweep_is_summed_up_at_its_most_workers() -> None:
 
     (words,) = summarize_scaling(bench_rows([bench(2), bench(4)]))
     assert "measured: on 4 workers" in words
+
+
+def test_of_what_was_run_the_measured_strategy_is_the_current_one(tmp_path: Path) -> None:
+    run = TrainingRun.load(write_run(tmp_path / "run"))
+    (case,) = find_cases(Inputs(runs=(("run", run),)))
+    current = find_current(step_rows(case))
+    assert (current.strategy, current.how) == ("optimal", "measured")

@@ -209,9 +209,11 @@ def _run_case(name: str, run: TrainingRun, planners: Mapping[str, Planner]) -> C
 def _add_timeline(cases: list[Case], name: str, timeline: Timeline) -> None:
     """Put a timeline into the case it belongs to, or into one of its own."""
     key = (timeline.model, timeline.workers)
-    place = next((place for place, case in enumerate(cases) if (case.model, case.workers) == key), len(cases))
-    if place == len(cases):
+    places = [place for place, case in enumerate(cases) if (case.model, case.workers) == key]
+    if not places:
         cases.append(Case(timeline.model, "", timeline.workers, ()))
+        places = [len(cases) - 1]
+    place = max(places, key=lambda place: any(_is_measured_by(other, timeline) for other in cases[place].strategies))
     strategies = list(cases[place].strategies)
     # A file says not whether it was measured; its name may.
     if "predict" in name.lower():

@@ -70,14 +70,17 @@ def build_page(
             "a training run or a simulation"
         )
     names = _Names()
-    summary = [" ".join(words) for case in cases if (words := summarize(case))]
-    summary += summarize_scaling([row for row in scaling if row.how != "predicted"]) + summarize_runs(inputs.runs)
+    said = [" ".join(summarize(case)) for case in cases]
+    lead = next((words for words in [*said, *(words for group in groups for words in group["summary"])] if words), "")
     models = list(dict.fromkeys(case.model for case in cases)) or [name for name, *_ in inputs.descriptions]
     backwards: list[dict[str, Any]] = []
     content = {
         "title": title or f"Where the time goes: {', '.join(models)}",
-        "summary": summary,
-        "cases": [_case_json(case, names, backwards) for case in cases],
+        "lead": lead,
+        "cases": [
+            {"summary": words if words != lead else "", **_case_json(case, names, backwards)}
+            for case, words in zip(cases, said, strict=True)
+        ],
         "what_if": [_what_if_json(found, names) for case in cases if (found := find_what_if(case)) is not None],
         "groups": groups,
         "inputs": Table(("name", "kind", "what it is"), inputs.descriptions).to_json(),
@@ -109,16 +112,16 @@ def _groups(inputs: Inputs, cases: Sequence[Case], scaling: Sequence[ScalingRow]
     traces = _distinct([*inputs.traces, *((case.model, case.trace) for case in cases if case.trace is not None)])
     costs = [*inputs.costs, *((case.where, case.cost) for case in cases if case.cost is not None)]
     curves = {(cost.workers, repr(cost), len(cost.source)): (name, cost) for name, cost in reversed(costs)}
-    groups: list[tuple[str, str, Sequence[Chart]]] = [
-        ("scaling", "More workers", scaling_charts(scaling)),
-        ("runs", "Training", run_charts(inputs.runs)),
-        ("all-reduce", "What a message costs", [allreduce_chart(*named) for named in reversed(curves.values())]),
-        ("sizes", "Gradients", [sizes_chart(traces)] if traces else []),
+    groups: list[tuple[str, str, Sequence[Chart], Sequence[str]]] = [
+        ("scaling", "More workers", scaling_charts(scaling), summarize_scaling(scaling)),
+        ("runs", "Training", run_charts(inputs.runs), summarize_runs(inputs.runs)),
+        ("all-reduce", "What a message costs", [allreduce_chart(*named) for named in reversed(curves.values())], ()),
+        ("sizes", "Gradients", [sizes_chart(traces)] if traces else [], ()),
     ]
     return [
-        {"id": key, "title": title, "charts": [chart.to_json() for chart in charts]}
-        for key, title, charts in groups
-        if charts
+        {"id": key, "title": title, "summary": words, "charts": [chart.to_json() for chart in charts]}
+        for key, title, charts, words in groups
+        if charts or words
     ]
 
 

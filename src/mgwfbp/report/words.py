@@ -44,11 +44,9 @@ class Remedy:
 
 
 def find_current(rows: Sequence[StepRow]) -> StepRow:
-    """Return the step that is taken today: PyTorch's buckets, or the first there is; measured if it was."""
-    named = [row for name in DEFAULTS for row in rows if row.strategy == name] or [
-        row for row in rows if row.strategy == rows[0].strategy
-    ]
-    return next((row for row in named if row.how == "measured"), named[0])
+    """Return the step that is taken today: of what was measured, or else of all, PyTorch's buckets or the first."""
+    known = [row for row in rows if row.how == "measured"] or list(rows)
+    return next((row for name in DEFAULTS for row in known if row.strategy == name), known[0])
 
 
 def find_remedies(trace: ModelTrace, cost: KnownCost) -> list[Remedy]:

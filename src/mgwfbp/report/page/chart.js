@@ -11,6 +11,8 @@ const MARKS = [
   (x, y) => `M${x - 4} ${y - 4}l4 3l4 -3l-3 4l3 4l-4 -3l-4 3l3 -4z`,
 ];
 
+const hasMarks = (series) => series.style === "points" || (series.style === "line" && series.points.length <= 40);
+
 function makeChart(chart) {
   const host = make("div", { class: "plot" });
   const figure = make("figure", { class: `chart ${chart.kind}` }, make("h3", {}, chart.title), makeLegend(chart), host);
@@ -29,7 +31,7 @@ function makeLegend(chart) {
       if (series.style !== "points") {
         swatch.append(makeSvg("path", { class: `line c${series.color} ${series.style}`, d: "M0 6H26" }));
       }
-      if (series.style !== "dashed") swatch.append(makeSvg("path", { class: `dot c${series.color}`, d: MARKS[place % 8](13, 6) }));
+      if (hasMarks(series)) swatch.append(makeSvg("path", { class: `dot c${series.color}`, d: MARKS[place % 8](13, 6) }));
     } else {
       swatch.append(makeSvg("rect", { class: `bar c${series.color}`, width: 20, height: 12, rx: 2 }));
     }
@@ -60,14 +62,16 @@ function makeAxis(values, { log }, from, to, fromZero) {
   return { low, high, log: false, at: (value) => from + ((value - low) / (high - low)) * (to - from) };
 }
 
-function ticksOf(axis, values, most) {
+function ticksOf(axis, values, most, counts) {
   const own = [...new Set(values)].sort((a, b) => a - b);
+  if (counts && own.length <= most) return own; // there is no half an epoch
   if (axis.log) {
     const ticks = logTicks(axis.low, axis.high, most).filter((tick) => tick >= axis.low * 0.8 && tick <= axis.high * 1.2);
     if (ticks.length >= 3 || own.length > most) return ticks.length ? ticks : own;
     return own.length <= most ? own : own.filter((_, place) => place % Math.ceil(own.length / most) === 0);
   }
-  return linearTicks(axis.low, axis.high, most).filter((tick) => tick >= axis.low && tick <= axis.high);
+  const ticks = linearTicks(axis.low, axis.high, most).filter((tick) => tick >= axis.low && tick <= axis.high);
+  return counts ? ticks.filter(Number.isInteger) : ticks;
 }
 
 function drawLines(chart, width) {
@@ -83,7 +87,7 @@ function drawLines(chart, width) {
   const share = chart.y.unit === "%";
   const y = makeAxis(share ? [...ys, 0] : ys, chart.y, bottom, top, !chart.y.log);
   const whole = chart.x.log && chart.x.unit === "";
-  const xTicks = whole ? pickTicks(roundCounts(xs), x, 34) : ticksOf(x, xs, Math.max(2, width / 90));
+  const xTicks = whole ? pickTicks(roundCounts(xs), x, 34) : ticksOf(x, xs, Math.max(2, width / 90), chart.x.unit === "");
   for (const tick of xTicks) {
     const at = x.at(tick).toFixed(1);
     add("line", { class: "grid", x1: at, x2: at, y1: top, y2: bottom });
@@ -104,7 +108,7 @@ function drawLines(chart, width) {
       const path = at.map(([px, py], index) => `${index ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`).join("");
       add("path", { class: `line c${series.color} ${series.style}`, d: path });
     }
-    if (series.style !== "dashed" && (series.style === "points" || at.length <= 40)) {
+    if (hasMarks(series)) {
       const dots = at.map(([px, py]) => MARKS[place % 8](Number(px.toFixed(1)), Number(py.toFixed(1)))).join("");
       add("path", { class: `dot c${series.color}`, d: dots });
     }

@@ -104,9 +104,11 @@ function makeTable(table) {
 // A table of many rows is made when it is first looked at.
 function makeLateTable(title, makeContent) {
   const details = make("details", {}, make("summary", {}, title));
-  details.addEventListener("toggle", () => {
-    if (details.open && details.children.length === 1) details.append(makeTable(makeContent()));
-  });
+  const open = () => {
+    if (details.children.length === 1) details.append(makeTable(makeContent()));
+  };
+  details.addEventListener("toggle", () => details.open && open());
+  window.addEventListener("beforeprint", () => details.closest("figure") && open());
   return details;
 }
 

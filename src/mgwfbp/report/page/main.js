@@ -46,6 +46,7 @@ function makeTimelineLegend() {
 
 function makeCase(entry) {
   const section = make("section", { class: "case" }, make("h2", {}, entry.title));
+  if (entry.summary) section.append(make("p", { class: "more" }, entry.summary));
   if (entry.steps.length) {
     section.append(makeTimelineLegend());
     const whole = { start: 0, end: Math.max(...entry.steps.map((step) => step.iteration_s)) };
@@ -76,17 +77,20 @@ function makeCase(entry) {
   return section;
 }
 
-function makeCharts(id, title, charts) {
-  return make("section", { id }, make("h2", {}, title), ...charts.map(makeChart));
+function makeGroup(group) {
+  const section = make("section", { id: group.id }, make("h2", {}, group.title));
+  for (const words of group.summary) section.append(make("p", { class: "more" }, words));
+  section.append(make("div", { class: "charts" }, ...group.charts.map(makeChart)));
+  return section;
 }
 
 function build() {
   const main = document.querySelector("main");
   main.replaceChildren(make("h1", {}, page.title));
-  page.summary.forEach((words, place) => main.append(make("p", { class: place ? "more" : "lead" }, words)));
+  if (page.lead) main.append(make("p", { class: "lead" }, page.lead));
   for (const entry of page.cases) main.append(makeCase(entry));
   if (page.what_if.length) main.append(makeWhatIf(page.what_if, page.names));
-  for (const group of page.groups) main.append(makeCharts(group.id, group.title, group.charts));
+  for (const group of page.groups) main.append(makeGroup(group));
   main.append(make("section", { id: "inputs" }, make("h2", {}, "What this was made from"), makeTable(page.inputs)));
   const words = make("section", { id: "words" }, make("h2", {}, "Words"));
   for (const [term, meaning] of page.glossary) words.append(make("p", { class: "note" }, make("strong", {}, term), ` ${meaning}`));
@@ -97,4 +101,8 @@ function build() {
 
 build();
 window.addEventListener("resize", () => drawPictures(false));
+// On paper nothing can be opened.
+window.addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("figure details")) details.open = true;
+});
 window.addEventListener("scroll", () => tooltip.hide(), { passive: true });

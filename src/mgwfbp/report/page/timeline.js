@@ -8,7 +8,7 @@ const LANE = 22;
 const GAP = 5;
 const AXIS = 20;
 const TOP = 4;
-const MARK = 9;
+const MARK = 13;
 const MOST_NAMES = 6;
 
 function scaleOf(view, width) {
@@ -80,12 +80,12 @@ function drawStep(host, step, view, width, onZoom) {
       }
       add("path", { class: "exposed even", d: rectangles(late, x, laneY.messages, LANE, view, even) });
       add("path", { class: "exposed odd", d: rectangles(late, x, laneY.messages, LANE, view, odd) });
-      add("path", { class: "mark", d: `M${left} ${markY}v${MARK - 4}H${right}v${4 - MARK}` });
+      add("path", { class: "mark", d: `M${left} ${markY}v5H${right}v-5` });
       const text = `exposed ${formatSeconds(step.iteration_s - step.compute_s)}`;
       const room = right - left > text.length * 7.4;
       const place = room ? { x: (left + right) / 2, "text-anchor": "middle" } : { x: left - 6, "text-anchor": "end" };
       if (room || left > GUTTER + text.length * 7.4) {
-        add("text", { class: "exposed-label", y: room ? laneY.compute + LANE / 2 + 4 : markY + MARK - 1, ...place }, text);
+        add("text", { class: "exposed-label", y: room ? laneY.compute + LANE / 2 + 4 : markY + MARK - 2, ...place }, text);
       }
     }
   }
