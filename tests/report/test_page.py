@@ -313,6 +313,20 @@ def test_a_timeline_of_5000_messages_opens_fast_and_stays_small(tab: Tab, tmp_pa
     tab.check()
 
 
+@pytest.mark.parametrize(
+    "cost", [LinearCost(4, 0.0, 0.0), LinearCost(1, 0.0, 0.0), LinearCost(4, 1e-3, 0.0), LinearCost(2**20, 1e3, 1e3)]
+)
+@pytest.mark.parametrize("times_s", [(0.0, 0.0), (0.0, 1.0), (1e-9, 0.0), (1e5, 0.0, 1e5)])
+def test_extreme_models_are_drawn_without_a_complaint(
+    tab: Tab, tmp_path: Path, times_s: tuple[float, ...], cost: LinearCost
+) -> None:
+    layers = tuple(LayerTrace(f"g{place}", time_s, place * 10**9) for place, time_s in enumerate(times_s))
+    tab.open(write_page(tmp_path, planned(ModelTrace("extreme", times_s[0], layers), cost)))
+    assert "NaN" not in tab.page.locator("main").inner_html()
+    assert "Infinity" not in tab.page.locator("main").inner_html()
+    tab.check()
+
+
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 2'>",

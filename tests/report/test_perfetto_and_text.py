@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from mgwfbp import LinearCost, ModelTrace, Timeline, find_plan, predict
 from mgwfbp.report import Inputs, draw_case, draw_timeline, find_cases, timelines_of, to_perfetto
-from mgwfbp.report.perfetto import MAX_RANKS
+from mgwfbp.report.perfetto import MAX_RANKS, LabelledTimeline
 from tests.examples import linear_costs, traces
 from tests.report.records import TRACE, bench
 
@@ -85,7 +85,7 @@ def test_the_trace_is_valid_and_survives_json() -> None:
 
 
 def test_the_schema_notices_what_is_wrong() -> None:
-    trace = to_perfetto([("x", step())])
+    trace = to_perfetto([LabelledTimeline("toy", "optimal", "predicted", step())])
     trace["traceEvents"][-1]["dur"] = -1.0
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(trace, SCHEMA)
@@ -95,7 +95,7 @@ def test_the_schema_notices_what_is_wrong() -> None:
 @given(traces(), linear_costs)
 def test_spans_add_up_to_the_step_on_every_rank(trace: ModelTrace, cost: LinearCost) -> None:
     timeline = predict(trace, cost, find_plan(trace, cost))
-    exported = to_perfetto([("random", timeline)])
+    exported = to_perfetto([LabelledTimeline("random", "optimal", "predicted", timeline)])
     threads = spans_by_thread(exported)
     assert len(threads) == 3 * timeline.workers
     for (_, thread), spans in threads.items():
@@ -109,9 +109,9 @@ def test_spans_add_up_to_the_step_on_every_rank(trace: ModelTrace, cost: LinearC
 
 
 def test_ranks_are_processes_with_names_and_messages_carry_their_gradients() -> None:
-    trace = to_perfetto([("toy", step())])
+    trace = to_perfetto([LabelledTimeline("toy", "optimal", "predicted", step())])
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert names == [f"rank {rank}, toy" for rank in range(4)]
+    assert names == [f"rank {rank}, optimal, predicted, toy" for rank in range(4)]
     messages = [event for event in trace["traceEvents"] if event.get("cat") == "communication" and event["pid"] == 1]
     assert [tuple(event["args"]["layers"]) for event in messages] == [span.layers for span in step().messages]
     assert [event["args"]["bytes"] for event in messages] == [span.num_bytes for span in step().messages]
@@ -119,8 +119,15 @@ def test_ranks_are_processes_with_names_and_messages_carry_their_gradients() -> 
 
 def test_of_thousands_of_ranks_that_are_alike_a_few_are_written() -> None:
     cost = LinearCost(4096, 1e-3, 2e-9)
-    trace = to_perfetto([("toy", predict(TRACE, cost, find_plan(TRACE, cost)))])
+    timeline = predict(TRACE, cost, find_plan(TRACE, cost))
+    trace = to_perfetto([LabelledTimeline("toy", "optimal", "predicted", timeline)])
     assert len({event["pid"] for event in trace["traceEvents"]}) == MAX_RANKS
+
+
+def test_a_measured_step_is_one_process_since_one_rank_was_observed() -> None:
+    trace = to_perfetto([LabelledTimeline("toy", "optimal", "measured", step())])
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["the observed rank, optimal, measured, toy"]
 
 
 @settings(deadline=None, max_examples=30)

@@ -254,5 +254,11 @@ def test_a_measured_cost_is_what_figure_5_shows() -> None:
     assert [series.name for series in chart.series][1] == "measured, one after the other"
 
 
+def test_two_runs_of_one_name_stay_two(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / part / "run") for part in ("a", "b")]
+    chart = run_charts(load_inputs(folders).runs)[0]
+    assert [series.name for series in chart.series] == [str(folder) for folder in folders]
+
+
 def test_the_efficiency_of_a_step_of_no_length_is_one() -> None:
     assert StepRow("x", "measured", 1, 0.0, 0.0, 0.0, 4).efficiency == 1.0

@@ -166,10 +166,12 @@ def _write_figures(
         timelines = timelines_of(find_cases(given, workers=counts, planners=everyone))
         if not timelines:
             raise ReportError("there is no timeline to draw: give a trace and a cost, or --figure 1 to 9 of the paper")
-        titles = list(dict.fromkeys(label.rpartition(": ")[0] for label, _ in timelines))
-        if len(titles) == 1:
-            timelines = [(label.removeprefix(f"{titles[0]}: "), timeline) for label, timeline in timelines]
-        picture = Figure(titles[0] if len(titles) == 1 else "Timelines", (Panel("", timelines=tuple(timelines)),))
+        title = timelines[0].case if len({entry.case for entry in timelines}) == 1 else "Timelines"
+        shown = [
+            (entry.label if entry.case == title else f"{entry.case}: {entry.label}", entry.timeline)
+            for entry in timelines
+        ]
+        picture = Figure(title, (Panel("", timelines=tuple(shown)),))
     else:
         picture = paper_figure(int(figure), given)
     _write_picture(render_figure(picture, form), output)

@@ -136,8 +136,12 @@ def find_cases(
 
 
 def _where(name: str, cost: KnownCost) -> str:
-    said = cost.source.get("network") or cost.source.get("backend")
-    return str(said) if said else Path(name).name
+    return _said_network(cost) or Path(name).name
+
+
+def _said_network(cost: KnownCost) -> str:
+    """Return what a cost says of where it is from, if anything."""
+    return str(cost.source.get("network") or cost.source.get("backend") or "")
 
 
 def _planned(case: Case, planners: Mapping[str, Planner]) -> Case:
@@ -201,8 +205,8 @@ def _run_case(name: str, run: TrainingRun, planners: Mapping[str, Planner]) -> C
     if timeline is None:
         return None
     strategy = CaseStrategy(str(run.config.get("strategy", timeline.planner)), predicted, run.timeline)
-    where = f"the network of {name}"
-    case = Case(timeline.model, where, timeline.workers, (strategy,), run.trace, cost)
+    network = _said_network(cost) if cost is not None else None
+    case = Case(timeline.model, f"{network or 'a network'} ({name})", timeline.workers, (strategy,), run.trace, cost)
     return _planned(case, planners)
 
 

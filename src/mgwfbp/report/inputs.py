@@ -73,21 +73,40 @@ class Inputs:
 
 def _describe(record: object) -> str:
     source = getattr(record, "source", {})
-    said = [f"{key}: {source[key]}" for key in ("measured", "device", "batch_size", "backend", "date") if key in source]
+    said = [
+        f"{key}: {str(source[key])[:80]}"
+        for key in ("measured", "device", "batch_size", "backend", "date")
+        if key in source
+    ]
     return f"{record!r}{' ' * bool(said)}{', '.join(said)}"
 
 
 def load_inputs(names: Iterable[str | os.PathLike[str]]) -> Inputs:
     """Read files, folders of training runs, recorded traces and preset networks, whatever each name stands for."""
     found: dict[str, list[Any]] = {}
-    for entry in names:
-        name = os.fspath(entry)
-        for kind, record in _load(name):
-            found.setdefault(kind, []).append((Path(name).name or name, record))
+    paths = [os.fspath(name) for name in names]
+    for path, label in zip(paths, _labels(paths), strict=True):
+        for kind, record in _load(path, label):
+            found.setdefault(kind, []).append((label, record))
     return Inputs(**{kind: tuple(some) for kind, some in found.items()})
 
 
-def _load(name: str) -> list[tuple[str, Any]]:
+def _labels(paths: Sequence[str]) -> list[str]:
+    """Call each by the last part of its path, by all of it where that is not enough, and never two the same.
+
+    >>> _labels(["a/run", "b/run", "trace.json", "trace.json"])
+    ['a/run', 'b/run', 'trace.json', 'trace.json (2)']
+    """
+    short = [Path(path).name or path for path in paths]
+    labels: list[str] = []
+    for path, name in zip(paths, short, strict=True):
+        label = name if short.count(name) == 1 else path
+        times = sum(other == label or other.startswith(f"{label} (") for other in labels)
+        labels.append(f"{label} ({times + 1})" if times else label)
+    return labels
+
+
+def _load(name: str, label: str) -> list[tuple[str, Any]]:
     if os.path.isdir(name):  # noqa: PTH112 - a NUL byte in a name is no crash
         return [("runs", TrainingRun.load(name))]
     if not os.path.exists(name):  # noqa: PTH110
@@ -98,7 +117,7 @@ def _load(name: str) -> list[tuple[str, Any]]:
     data = read_json(name)
     if isinstance(data, list):
         with naming(name):
-            return [("sweeps", _rows(data, "the model"))]
+            return [("sweeps", _rows(data, label.removesuffix(".json")))]
     with naming(name):
         fields = Fields(data)
         rows = fields.get("rows", None)

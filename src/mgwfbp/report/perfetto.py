@@ -5,12 +5,13 @@ and metadata events (``ph`` M) that name processes and threads.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mgwfbp.report.cases import Case
+from mgwfbp.report.cases import Case, How
 from mgwfbp.timeline import Span, Timeline
 
-__all__ = ["MAX_RANKS", "timelines_of", "to_perfetto"]
+__all__ = ["MAX_RANKS", "LabelledTimeline", "timelines_of", "to_perfetto"]
 
 # All ranks of a predicted step are alike; so many are enough to see that.
 MAX_RANKS = 8
@@ -18,28 +19,47 @@ _STEP, _COMPUTATION, _COMMUNICATION = 0, 1, 2
 _THREADS = {_STEP: "step", _COMPUTATION: "computation", _COMMUNICATION: "communication"}
 
 
-def timelines_of(cases: Iterable[Case]) -> list[tuple[str, Timeline]]:
-    """Return all timelines of the cases, predicted before measured, and what to call them."""
-    return [
-        (f"{case.title}: {strategy.name}, {how}", timeline)
-        for case in cases
-        for strategy in case.strategies
-        for how, timeline in (("predicted", strategy.predicted), ("measured", strategy.measured))
-        if timeline is not None
-    ]
+@dataclass(frozen=True, slots=True)
+class LabelledTimeline:
+    """A timeline, whose it is and how it is known."""
+
+    case: str
+    strategy: str
+    how: How
+    timeline: Timeline
+
+    @property
+    def label(self) -> str:
+        """What to call it among those of its case."""
+        return f"{self.strategy}, {self.how}"
 
 
-def to_perfetto(timelines: Sequence[tuple[str, Timeline]], *, max_ranks: int = MAX_RANKS) -> dict[str, Any]:
+def timelines_of(cases: Iterable[Case]) -> list[LabelledTimeline]:
+    """Return all timelines of the cases, predicted before measured."""
+    found = []
+    for case in cases:
+        for strategy in case.strategies:
+            if strategy.predicted is not None:
+                found.append(LabelledTimeline(case.title, strategy.name, "predicted", strategy.predicted))
+            if strategy.measured is not None:
+                found.append(LabelledTimeline(case.title, strategy.name, "measured", strategy.measured))
+    return found
+
+
+def to_perfetto(timelines: Sequence[LabelledTimeline], *, max_ranks: int = MAX_RANKS) -> dict[str, Any]:
     """Return the timelines as a trace.
 
-    Thread ``step`` has two spans, computation and exposed communication, which add up to the step.
+    Thread ``step`` has two spans, computation and exposed communication, which add up to the step. A predicted step is
+    that of every rank; a measured one is the one that was observed, and no more is made of it.
     """
     events: list[dict[str, Any]] = []
     process = 0
-    for label, timeline in timelines:
-        for rank in range(min(timeline.workers, max_ranks)):
+    for entry in timelines:
+        timeline = entry.timeline
+        ranks = [f"rank {rank}" for rank in range(min(timeline.workers, max_ranks))]
+        for rank in ranks if entry.how == "predicted" else ["the observed rank"]:
             process += 1
-            events += _names(process, f"rank {rank}, {label}")
+            events += _names(process, f"{rank}, {entry.label}, {entry.case}")
             events += _step(process, timeline)
             events.append(_event(process, _COMPUTATION, "forward", "computation", timeline.forward))
             for span in timeline.backward:

@@ -135,6 +135,7 @@ def bench_rows(benches: Iterable[BenchResult]) -> list[ScalingRow]:
         )
         for bench in benches
         for result in bench.strategies
+        if result.measured_s  # a step of no time has no speedup
     ]
 
 
@@ -220,8 +221,7 @@ def _power(number: int) -> str:
 
 def allreduce_chart(name: str, cost: KnownCost) -> Chart:
     """Show what an all-reduce takes: the points that were measured, if the cost says them, and the curve fitted."""
-    measured = [tuple(point) for point in cost.source.get("streamed", ()) if _is_point(point)]
-    alone = [tuple(point) for point in cost.source.get("isolated", ()) if _is_point(point)]
+    measured, alone = _points(cost, "streamed"), _points(cost, "isolated")
     knots = [] if isinstance(cost, LinearCost) else [size for size, _ in cost.points if size]
     sizes = sorted({*(size for size, _ in measured), *knots, *_DECADES})
     sizes = [size for size in sizes if not measured or measured[0][0] <= size <= measured[-1][0]]
@@ -270,15 +270,22 @@ def _between(sizes: Sequence[int]) -> list[int]:
     return sorted({*sizes, *(round(low * (high / low) ** (step / steps)) for step in range(steps + 1))})
 
 
+def _points(cost: KnownCost, name: str) -> list[tuple[int, float]]:
+    """Return measured points from the free-form part of a cost, by size; whatever else stands there is none."""
+    listed = cost.source.get(name, ())
+    found = [tuple(point) for point in listed if _is_point(point)] if isinstance(listed, (list, tuple)) else []
+    return sorted((int(size), float(time)) for size, time in found)
+
+
 def _is_point(point: object) -> bool:
     return (
         isinstance(point, (list, tuple))
         and len(point) == 2
-        and all(isinstance(value, (int, float)) and value > 0 for value in point)
+        and all(isinstance(value, (int, float)) and 0 < value < 2**53 for value in point)
     )
 
 
-def _floats(points: Iterable[tuple[Any, ...]]) -> tuple[tuple[float, float], ...]:
+def _floats(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     return tuple((float(size), float(time)) for size, time in points)
 
 

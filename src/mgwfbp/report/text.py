@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from mgwfbp.report.cases import Case
+from mgwfbp.report.perfetto import timelines_of
 from mgwfbp.report.words import summarize
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.units import format_seconds
@@ -15,12 +16,7 @@ _LEGEND = "f forward, b B gradients in turn, = # messages in turn, ! exposed"
 
 def draw_case(case: Case, *, width: int = 100) -> str:
     """Return the case's summary and all its timelines, drawn to the same scale."""
-    pairs = [
-        (f"{strategy.name}, {how}", timeline)
-        for strategy in case.strategies
-        for how, timeline in (("predicted", strategy.predicted), ("measured", strategy.measured))
-        if timeline is not None
-    ]
+    pairs = [(entry.label, entry.timeline) for entry in timelines_of([case])]
     whole_s = max((timeline.iteration_s for _, timeline in pairs), default=0.0)
     parts = [" ".join(summarize(case))]
     parts += [draw_timeline(timeline, label=label, width=width, whole_s=whole_s) for label, timeline in pairs]
