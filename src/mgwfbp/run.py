@@ -122,7 +122,7 @@ class RunResults(Record):
         """Make the results from the content of ``results.json``."""
         content = Fields(data)
         content.check_format(cls.FORMAT)
-        optional = {"num_messages": None, "more": {}}
+        optional: dict[str, Any] = {"num_messages": None, "more": {}}
         names = [one.name for one in fields(cls)]
         return cls(**{name: content.get(name, optional[name]) if name in optional else content[name] for name in names})
 
