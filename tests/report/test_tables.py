@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from mgwfbp import LinearCost, ModelTrace, find_plan, load_network, predict
 from mgwfbp.report.cases import Case, CaseStrategy, StepRow, find_cases, step_rows
 from mgwfbp.report.chart import NUM_COLORS, STRATEGY_COLORS, colors_of
+from mgwfbp.report.curves import allreduce_chart, run_charts
 from mgwfbp.report.inputs import Inputs, load_inputs
 from mgwfbp.report.paper import FIGURES, example_cases, paper_figure
 from mgwfbp.report.tables import (
-    allreduce_chart,
     bench_rows,
     breakdown_chart,
     model_rows,
-    run_charts,
     scaling_charts,
     sizes_chart,
     steps_table,
@@ -38,7 +37,7 @@ def planned_case() -> Case:
 
 
 def test_computing_imports_no_plotting_library() -> None:
-    modules = "tables, words, cases, chart, inputs, paper, page, perfetto, text, whatif"
+    modules = "tables, curves, words, cases, chart, inputs, paper, page, perfetto, text, whatif"
     code = (
         f"import sys; from mgwfbp.report import {modules}; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
     )

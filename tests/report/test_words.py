@@ -1,11 +1,12 @@
 """The first paragraph: its claims checked against what they are computed from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
-from mgwfbp import LinearCost, ModelTrace, find_plan, predict
+from mgwfbp import LinearCost, ModelTrace, StrategyResult, find_plan, predict
 from mgwfbp.report import Inputs, find_cases, step_rows, summarize
 from mgwfbp.report.cases import Case
 from mgwfbp.report.inputs import KnownCost
@@ -22,7 +23,8 @@ def case_of(cost: KnownCost) -> Case:
 
 
 def bottleneck(cost: KnownCost) -> str:
-    return find_bottleneck(find_current(step_rows(case_of(cost))), find_remedies(TRACE, cost))
+    current = find_current(step_rows(case_of(cost)))
+    return find_bottleneck(current, current, find_remedies(TRACE, cost))
 
 
 @pytest.mark.parametrize(
@@ -106,3 +108,26 @@ def test_of_what_was_run_the_measured_strategy_is_the_current_one(tmp_path: Path
     (case,) = find_cases(Inputs(runs=(("run", run),)))
     current = find_current(step_rows(case))
     assert (current.strategy, current.how) == ("optimal", "measured")
+
+
+def test_where_predictions_are_far_off_the_model_is_not_quoted() -> None:
+    found = bench()
+    worse = [
+        StrategyResult.of_turns("ddp", [1.0, 1.0], TRACE.compute_s, num_messages=2, predicted_s=0.03),
+        StrategyResult.of_turns("wfbp", [0.5, 0.5], TRACE.compute_s, num_messages=12, predicted_s=0.03),
+    ]
+    (case,) = find_cases(Inputs(benches=(("b", replace(found, strategies=tuple(worse))),)))
+    words = " ".join(summarize(case))
+    assert "By the model" not in words
+    assert "The bottleneck is communication." in words
+    assert "too far to say what else would help" in words
+    assert "The shortest step measured is that of wfbp" in words
+
+
+def test_communication_that_was_measured_but_not_predicted_is_not_called_computation() -> None:
+    rows = step_rows(case_of(LinearCost(4, 1e-9, 1e-12)))
+    predicted = find_current(rows)
+    measured = replace(
+        predicted, how="measured", exposed_s=predicted.iteration_s, iteration_s=2 * predicted.iteration_s
+    )
+    assert find_bottleneck(measured, predicted, find_remedies(TRACE, LinearCost(4, 1e-9, 1e-12))) == "communication"

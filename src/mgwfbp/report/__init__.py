@@ -1,7 +1,7 @@
 """Records in, what people look at out: pages, figures, text, traces for Perfetto.
 
-Computing (`tables`, `words`, `cases`) and drawing (`page`, `figures`, `text`) are apart: what is drawn is a `Chart` or
-a `Timeline`, and either can be had without a plotting library.
+Computing (`tables`, `curves`, `words`, `cases`) and drawing (`page`, `figures`, `text`) are apart: what is drawn is a
+`Chart` or a `Timeline`, and either can be had without a plotting library.
 """
 
 from mgwfbp.report.cases import Case, CaseStrategy, find_cases, step_rows

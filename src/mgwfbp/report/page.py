@@ -18,13 +18,12 @@ from mgwfbp.errors import ReportError
 from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.report.cases import Case, find_cases
 from mgwfbp.report.chart import Chart, Table
+from mgwfbp.report.curves import allreduce_chart, run_charts
 from mgwfbp.report.inputs import Inputs, ScalingRow
 from mgwfbp.report.tables import (
-    allreduce_chart,
     bench_rows,
     breakdown_chart,
     model_rows,
-    run_charts,
     scaling_charts,
     sizes_chart,
 )

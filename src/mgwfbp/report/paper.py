@@ -10,12 +10,11 @@ from mgwfbp.network import PRESETS, Network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, plan_mgwfbp, plan_optimal, plan_wfbp
 from mgwfbp.report.chart import Chart, Series, Table
+from mgwfbp.report.curves import allreduce_chart, run_charts
 from mgwfbp.report.inputs import Inputs, ScalingRow
 from mgwfbp.report.tables import (
     COMPUTATION_COLOR,
     EXPOSED_COLOR,
-    allreduce_chart,
-    run_charts,
     scaling_charts,
     sizes_chart,
 )

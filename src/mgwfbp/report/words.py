@@ -26,6 +26,8 @@ __all__ = [
 NEAR = 0.05
 # A gain below this is not worth a word.
 WORTH = 0.005
+# Where predictions are off by more than this on average, what else they promise is not worth repeating.
+TRUSTED = 0.25
 # What training runs with if nobody does anything: PyTorch's buckets, by any of their names.
 DEFAULTS = ("ddp", "bucket")
 
@@ -66,19 +68,20 @@ def find_remedies(trace: ModelTrace, cost: KnownCost) -> list[Remedy]:
     ]
 
 
-def find_bottleneck(current: StepRow, remedies: Sequence[Remedy]) -> str:
+def find_bottleneck(current: StepRow, predicted: StepRow, remedies: Sequence[Remedy]) -> str:
     """Name what the current step is longest because of, by what its remedy would gain.
 
     Computation, where communication is as good as hidden; else the way of merging, the bandwidth or the start-up times,
-    whichever would save most; without remedies to compare no more can be said than "communication".
+    whichever would save most of the step as it was predicted. Without remedies, or where the prediction knows of no
+    exposed communication, no more can be said than "communication".
     """
     if current.exposed_s <= NEAR * current.iteration_s:
         return "computation"
-    if not remedies:
+    if not remedies or predicted.exposed_s <= NEAR * predicted.iteration_s:
         return "communication"
     merging, bandwidth, startup = (remedy.iteration_s for remedy in remedies)
     saved_s = {
-        "the way gradients are merged": current.iteration_s - merging,
+        "the way gradients are merged": predicted.iteration_s - merging,
         "bandwidth": merging - bandwidth,
         "start-up times": merging - startup,
     }
@@ -92,15 +95,18 @@ def summarize(case: Case) -> list[str]:
         return []
     current = find_current(rows)
     predicted = next((row for row in rows if (row.strategy, row.how) == (current.strategy, "predicted")), current)
-    remedies = find_remedies(case.trace, case.cost) if case.trace is not None and case.cost is not None else []
+    errors = _errors(rows)
+    mean_error = sum(abs(error) for error in errors) / len(errors) if errors else 0.0
+    remedies: list[Remedy] = []
+    if case.trace is not None and case.cost is not None and mean_error <= TRUSTED:
+        remedies = find_remedies(case.trace, case.cost)
     share = current.exposed_s / current.iteration_s if current.iteration_s else 0.0
     percent = f"{share:.0%}" if share >= 0.01 or not share else "less than 1%"
     sentences = [
         f"{case.title}: with {_name(current.strategy)} a step takes {format_seconds(current.iteration_s)} "
         f"({current.how}), and {format_seconds(current.exposed_s)} of it ({percent}) is communication that "
         "nothing hides.",
-        # Prediction with prediction: remedies are predicted, too.
-        f"The bottleneck is {find_bottleneck(predicted if share > NEAR else current, remedies)}.",
+        f"The bottleneck is {find_bottleneck(current, predicted, remedies)}.",
     ]
     others = [row for row in rows if row.how == current.how and row is not current]
     # What the model promises is said below, once, if it can be.
@@ -108,10 +114,10 @@ def summarize(case: Case) -> list[str]:
         sentences.append(_fastest(current, others))
     if remedies:
         sentences.append(_help(remedies, predicted))
-    errors = _errors(rows)
     if errors:
-        mean = sum(abs(error) for error in errors) / len(errors)
-        sentences.append(f"Predictions are off by {mean:.1%} on average, by {max(errors, key=abs):+.1%} at worst.")
+        words = f"Predictions are off by {mean_error:.1%} on average, by {max(errors, key=abs):+.1%} at worst"
+        too_far = ": too far to say what else would help; measure the trace and the cost again"
+        sentences.append(f"{words}{too_far if mean_error > TRUSTED else ''}.")
     return sentences
 
 
