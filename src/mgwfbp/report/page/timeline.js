@@ -80,7 +80,8 @@ function drawStep(host, step, view, width, onZoom) {
       }
       add("path", { class: "exposed even", d: rectangles(late, x, laneY.messages, LANE, view, even) });
       add("path", { class: "exposed odd", d: rectangles(late, x, laneY.messages, LANE, view, odd) });
-      add("path", { class: "mark", d: `M${left} ${markY}v5H${right}v-5` });
+      const end = step.iteration_s <= view.end ? "v-5" : ""; // open where it goes on beyond the picture
+      add("path", { class: "mark", d: `M${left} ${markY}v5H${right}${end}` });
       const text = `exposed ${formatSeconds(step.iteration_s - step.compute_s)}`;
       const room = right - left > text.length * 7.4;
       const place = room ? { x: (left + right) / 2, "text-anchor": "middle" } : { x: left - 6, "text-anchor": "end" };
