@@ -11,9 +11,8 @@ from mgwfbp import LayerTrace, LinearCost, ModelTrace, load_network, load_trace
 from mgwfbp.report import Inputs, build_page
 from tests.report.browser import Tab, find_browser, open_tab
 
-LARGE = ModelTrace(
-    "large", 0.02, tuple(LayerTrace(f"blocks.{place}.attention.weight", 1e-5, 4000) for place in range(5000))
-)
+_NAMES = [f"blocks.{place}.attention.output.dense.weight" for place in range(5000)]
+LARGE = ModelTrace("large", 0.02, tuple(LayerTrace(name, 1e-5, 4000) for name in _NAMES))
 COST = LinearCost(4, 1e-3, 2e-9)
 
 
@@ -50,7 +49,7 @@ def test_opening_a_page(benchmark: BenchmarkFixture, browser: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["densenet201-h200-b32", "5000 messages"])
 def test_moving_a_slider(benchmark: BenchmarkFixture, browser: Any, tmp_path: Path, name: str) -> None:
-    """Five planners for this and eighteen other numbers of workers, two timelines, a table and a chart."""
+    """Five planners for the chosen number of workers and the eighteen of the curve; two timelines, a table, a chart."""
     path = tmp_path / "report.html"
     path.write_text(build_page(inputs_of(name), workers=(8,)))
     with open_tab(browser) as tab:
