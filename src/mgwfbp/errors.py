@@ -11,9 +11,12 @@
     ├── PlanError       (ValueError)   impossible plan, unknown planner, a plan for another model or not every rank's
     ├── StrategyError   (ValueError)   unknown strategy, or one that lacks something or cannot do what is asked
     ├── TimelineError   (ValueError)   impossible timeline
+    ├── ResultError     (ValueError)   impossible result of a benchmark
     ├── SimulationError (ValueError)   impossible scenario or cluster
+    ├── ReportError     (ValueError)   nothing to report on, or a picture that cannot be made
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
-    └── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
+    ├── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
+    └── TrainError      (RuntimeError) impossible training run, one that cannot start or go on, or a worker that failed
 
 Each message is one line that says what was expected, what was found, and what to do.
 """
@@ -27,10 +30,13 @@ __all__ = [
     "MgwfbpError",
     "NetworkError",
     "PlanError",
+    "ReportError",
+    "ResultError",
     "SimulationError",
     "StrategyError",
     "TimelineError",
     "TraceError",
+    "TrainError",
 ]
 
 
@@ -70,6 +76,10 @@ class TimelineError(MgwfbpError, ValueError):
     """A timeline that cannot be."""
 
 
+class ResultError(MgwfbpError, ValueError):
+    """A result of a benchmark that cannot be."""
+
+
 class MeasureError(MgwfbpError, RuntimeError):
     """A measurement that cannot be made, or that failed on this rank or another."""
 
@@ -78,5 +88,13 @@ class SimulationError(MgwfbpError, ValueError):
     """A scenario or a cluster that cannot be simulated."""
 
 
+class ReportError(MgwfbpError, ValueError):
+    """Nothing to report on, or a picture that cannot be made."""
+
+
 class LabError(MgwfbpError, RuntimeError):
     """A lab that cannot be, that cannot be made on this machine, or in which a rank failed."""
+
+
+class TrainError(MgwfbpError, RuntimeError):
+    """A training run that cannot be, that cannot start or go on, or in which a worker failed."""
