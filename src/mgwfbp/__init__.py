@@ -22,6 +22,7 @@ from mgwfbp.errors import (
     PlanError,
     ResultError,
     SimulationError,
+    StrategyError,
     TimelineError,
     TraceError,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Simulation",
     "SimulationError",
     "Span",
+    "StrategyError",
     "StrategyResult",
     "Timeline",
     "TimelineError",
