@@ -1,0 +1,69 @@
+"""One model on which every strategy can take its turn: `Arena`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgwfbp.bench.contenders import HOOKED, Contender
+from mgwfbp.bench.turns import Step
+from mgwfbp.measure.workload import Workload, run_to_loss
+from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.strategies import parallel
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["Arena"]
+
+
+class Arena:
+    """A model wrapped once for all plans, which are changed between turns, and once for every strategy with a hook.
+
+    All wrappers hold the same parameters: a Reducer that did not run the forward pass does not look at gradients. All
+    ranks must call every method alike.
+    """
+
+    def __init__(self, workload: Workload, trace: ModelTrace, **ddp_arguments: Any) -> None:
+        self._workload, self._trace, self._ddp_arguments = workload, trace, ddp_arguments
+        self._planned = DistributedDataParallel(workload.model, **ddp_arguments)
+        self._hooked: dict[str, DistributedDataParallel] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self._workload.model.parameters()).device
+
+    def enter(self, contender: Contender) -> Step:
+        """Make a strategy the one in force and return its step."""
+        model = self.model_for(contender)
+        return lambda: self.step(model)
+
+    def enter_alone(self) -> Step:
+        """Return a step without any communication."""
+
+        def step() -> None:
+            with self._planned.no_sync():
+                self.step(self._planned)
+
+        return step
+
+    def way(self, contender: Contender) -> Callable[[], Step]:
+        """Return what makes the strategy the one in force when its turn has come."""
+        return lambda: self.enter(contender)
+
+    def model_for(self, contender: Contender) -> DistributedDataParallel:
+        """Return the wrapped model, with the contender's messages."""
+        if contender.strategy in HOOKED:
+            if contender.strategy not in self._hooked:
+                self._hooked[contender.strategy] = parallel(
+                    self._workload.model, contender.strategy, trace=self._trace, **self._ddp_arguments
+                )
+            return self._hooked[contender.strategy]
+        self._planned.replan(None if contender.by_torch else contender.plan)
+        return self._planned
+
+    def step(self, model: nn.Module) -> None:
+        """Do one training step without the update: from the forward pass to averaged gradients."""
+        # As optimizers do by default; what another wrapper's buckets hold must not be added to.
+        model.zero_grad(set_to_none=True)
+        run_to_loss(model, self._workload.batch, self._workload.loss_fn).backward()
