@@ -36,6 +36,8 @@ class Arena:
     def enter(self, contender: Contender) -> Step:
         """Make a strategy the one in force and return its step."""
         model = self.model_for(contender)
+        if contender.by_torch:
+            self.step(model)  # torch sends one message in a Reducer's first step and makes buckets in the second
         return lambda: self.step(model)
 
     def enter_alone(self) -> Step:

@@ -1,4 +1,4 @@
-"""A stand-in for a model: its layers only wait, as long as a trace says, and hand out gradients of the recorded sizes."""
+"""A stand-in for a model: layers that only wait, as long as a trace says, and gradients of the recorded sizes."""
 
 import time
 from dataclasses import replace

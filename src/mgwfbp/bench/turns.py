@@ -26,7 +26,7 @@ class Schedule:
 
     turns: int = 5  # of every strategy; their median and quartiles are the result
     steps: int = 5  # timed in every turn; their median is the turn
-    settle: int = 1  # before them, not timed: buffers are new, and torch's own buckets take their final form
+    settle: int = 1  # before them, not timed: a strategy that comes has new buffers
 
     def __post_init__(self) -> None:
         if self.turns < 1 or self.steps < 1 or self.settle < 1:

@@ -1,0 +1,117 @@
+"""Strategies side by side on three real ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mgwfbp import BenchResult, PiecewiseCost, StrategyError
+from mgwfbp.bench.contenders import check_strategies
+from tests.bench.ranks import STRATEGIES
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank of tests/bench/ranks.py wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.bench.ranks", str(folder)],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        processes.append(process)
+    try:
+        for process in processes:
+            process.wait(timeout=100)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    # What a rank wrote counts, not its exit status: torch's threads were seen to abort a process at its very end.
+    files = [folder / f"rank{rank}.json" for rank in range(WORLD)]
+    assert all(file.exists() for file in files), "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_all_ranks_have_the_same_result(ranks: list[Any]) -> None:
+    results = [{**one["sides"]["result"], "source": None} for one in ranks]
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_contest_gives_a_result_for_every_strategy_in_the_order_asked_for(ranks: list[Any]) -> None:
+    result = BenchResult.from_json(ranks[0]["sides"]["result"])
+    assert [one.strategy for one in result.strategies] == list(STRATEGIES)
+    assert (result.workers, result.network, result.model) == (WORLD, "files", "toy")
+    for one in result.strategies:
+        assert len(one.turns_s) == 2
+        assert one.measured_s > 0
+        assert one.timeline is None
+        assert (one.predicted_s is None) == (one.strategy == "ps")  # nobody swept the servers here
+        assert one.predicted_timeline is None or one.predicted_timeline.iteration_s == one.predicted_s
+    assert result["naive"].num_messages == result["wfbp"].num_messages == result["ps"].num_messages == 8
+    assert result["single"].num_messages == 1
+    assert result["naive"].predicted_s is not None
+    assert result["wfbp"].predicted_s is not None
+    assert result["naive"].predicted_s > result["wfbp"].predicted_s  # it overlaps nothing
+    assert result.trace is not None
+    assert result.compute_s >= result.trace.compute_s
+
+
+def test_every_strategy_sends_the_messages_of_its_plan_also_after_others_had_their_turn(ranks: list[Any]) -> None:
+    for one in ranks:
+        for name in STRATEGIES:
+            assert one["sent"][name]["held"] == one["sent"][name]["plan"], name
+    plans = {name: tuple(ranks[0]["sent"][name]["plan"]) for name in STRATEGIES}
+    assert len(set(plans.values())) >= 4  # else the turns would compare the same thing
+
+
+def test_every_strategy_averages_over_all_ranks_and_the_turn_without_communication_does_not(ranks: list[Any]) -> None:
+    for rank, one in enumerate(ranks):
+        for name in STRATEGIES:
+            assert one["sent"][name]["average"] == pytest.approx([1.0]), name  # of 0, 1 and 2
+        assert one["sent"]["alone"] == [float(rank)]
+
+
+def test_ways_are_interleaved_and_every_second_turn_runs_backwards(ranks: list[Any]) -> None:
+    there = ["enter a", "a", "a", "a", "enter b", "b", "b", "b"]
+    back = ["enter b", "b", "b", "b", "enter a", "a", "a", "a"]
+    for one in ranks:
+        assert one["turns"]["calls"] == [*there, *back, *there]
+        assert one["turns"]["told"] == [0, 1, 2]
+        assert [len(turns) for turns in one["turns"]["times"].values()] == [3, 3]
+
+
+def test_the_slowest_rank_counts_and_all_ranks_know(ranks: list[Any]) -> None:
+    assert ranks[0]["turns"]["times"] == ranks[1]["turns"]["times"] == ranks[2]["turns"]["times"]
+    assert all(one["turns"]["slowest"] == [WORLD - 1.0, 0.0] for one in ranks)
+
+
+def test_the_servers_cost_is_one_for_all_ranks_and_reaches_the_largest_gradient(ranks: list[Any]) -> None:
+    costs = [PiecewiseCost.from_json(one["servers"]["cost"]) for one in ranks]
+    assert costs[0] == costs[1] == costs[2]
+    assert costs[0].points[-1][0] == 5000
+    assert costs[0].workers == WORLD
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "no strategy is given"),
+        (("ddp", "wfbp", "ddp"), "'ddp' stands twice"),
+        (("ddp", "horovod"), "'horovod' is unknown, expected one of auto, ddp"),
+        (("bucket-0",), "'bucket-0' is unknown"),
+    ],
+)
+def test_strategies_that_cannot_take_part_are_refused(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        check_strategies(names)
