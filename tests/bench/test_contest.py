@@ -10,7 +10,7 @@ import pytest
 
 from mgwfbp import BenchResult, PiecewiseCost, StrategyError
 from mgwfbp.bench.contenders import check_strategies
-from tests.bench.ranks import STRATEGIES
+from tests.bench.ranks import PLANNED, STRATEGIES
 
 WORLD = 3
 
@@ -43,8 +43,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def test_all_ranks_have_the_same_result(ranks: list[Any]) -> None:
-    results = [{**one["sides"]["result"], "source": None} for one in ranks]
+def test_all_ranks_have_the_same_result_but_for_their_own_timelines(ranks: list[Any]) -> None:
+    results = []
+    for one in ranks:
+        strategies = [{**strategy, "timeline": None} for strategy in one["sides"]["result"]["strategies"]]
+        results.append({**one["sides"]["result"], "strategies": strategies})
+    for result in results:
+        result["source"]["tuning"].pop("spent_s")  # each rank's own
     assert results[0] == results[1] == results[2]
 
 
@@ -55,7 +60,9 @@ def test_a_contest_gives_a_result_for_every_strategy_in_the_order_asked_for(rank
     for one in result.strategies:
         assert len(one.turns_s) == 2
         assert one.measured_s > 0
-        assert one.timeline is None
+        assert one.plan is not None
+        assert one.timeline is not None
+        assert [message.layers for message in one.timeline.messages] == list(one.plan.groups)
         assert (one.predicted_s is None) == (one.strategy == "ps")  # nobody swept the servers here
         assert one.predicted_timeline is None or one.predicted_timeline.iteration_s == one.predicted_s
     assert result["naive"].num_messages == result["wfbp"].num_messages == result["ps"].num_messages == 8
@@ -63,21 +70,33 @@ def test_a_contest_gives_a_result_for_every_strategy_in_the_order_asked_for(rank
     assert result["naive"].predicted_s is not None
     assert result["wfbp"].predicted_s is not None
     assert result["naive"].predicted_s > result["wfbp"].predicted_s  # it overlaps nothing
+    assert result.compute_s >= result.source["recorded_compute_s"]
+    assert result.source["tuning"]["state"] == "settled"
+
+
+def test_a_contest_learns_what_messages_and_gradients_take_in_training(ranks: list[Any]) -> None:
+    result = BenchResult.from_json(ranks[0]["sides"]["result"])
     assert result.trace is not None
-    assert result.compute_s >= result.trace.compute_s
+    assert result.cost is not None
+    # Every message of the watched plans: one of all bytes, each gradient alone, torch's buckets.
+    seen = {size for size, _ in result.cost.source["under_load"]}
+    assert seen >= {3_000_420, 400_000, 8, 1_200_000, 400, 1_000_000, 4, 1_600_008}
+    assert [layer.name for layer in result.trace.layers] == [f"part{index}.weight" for index in range(8)]
+    assert result.trace.model == "toy"
+    assert set(result.source["predicted_before_learning_s"]) == set(STRATEGIES)
 
 
 def test_every_strategy_sends_the_messages_of_its_plan_also_after_others_had_their_turn(ranks: list[Any]) -> None:
     for one in ranks:
-        for name in STRATEGIES:
+        for name in PLANNED:
             assert one["sent"][name]["held"] == one["sent"][name]["plan"], name
-    plans = {name: tuple(ranks[0]["sent"][name]["plan"]) for name in STRATEGIES}
+    plans = {name: tuple(ranks[0]["sent"][name]["plan"]) for name in PLANNED}
     assert len(set(plans.values())) >= 4  # else the turns would compare the same thing
 
 
 def test_every_strategy_averages_over_all_ranks_and_the_turn_without_communication_does_not(ranks: list[Any]) -> None:
     for rank, one in enumerate(ranks):
-        for name in STRATEGIES:
+        for name in PLANNED:
             assert one["sent"][name]["average"] == pytest.approx([1.0]), name  # of 0, 1 and 2
         assert one["sent"]["alone"] == [float(rank)]
 

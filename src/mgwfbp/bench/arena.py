@@ -8,12 +8,17 @@ from torch import nn
 
 from mgwfbp.bench.contenders import HOOKED, Contender
 from mgwfbp.bench.turns import Step
+from mgwfbp.errors import MeasureError
 from mgwfbp.measure.workload import Workload, run_to_loss
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.strategies import parallel
+from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["Arena"]
+
+# The tuner says it needs about 100.
+MAX_TUNING_STEPS = 1000
 
 
 class Arena:
@@ -23,15 +28,24 @@ class Arena:
     ranks must call every method alike.
     """
 
-    def __init__(self, workload: Workload, trace: ModelTrace, **ddp_arguments: Any) -> None:
+    def __init__(self, workload: Workload, trace: ModelTrace, *, tune: bool = False, **ddp_arguments: Any) -> None:
         self._workload, self._trace, self._ddp_arguments = workload, trace, ddp_arguments
-        self._planned = DistributedDataParallel(workload.model, **ddp_arguments)
+        self._planned = DistributedDataParallel(workload.model, tune=tune, **ddp_arguments)
         self._hooked: dict[str, DistributedDataParallel] = {}
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self._workload.model.parameters()).device
+
+    def tune(self, on_steps: Callable[[int], object] = lambda _: None) -> Tuning:
+        """Train until the tuner has settled, if it was asked to tune; before any strategy enters."""
+        for _ in range(MAX_TUNING_STEPS):
+            if self._planned.tuning.state != "working":
+                return self._planned.tuning
+            self.step(self._planned)
+            on_steps(1)
+        raise MeasureError(f"the tuner is still at work after {MAX_TUNING_STEPS} steps: {self._planned.tuning}")
 
     def enter(self, contender: Contender) -> Step:
         """Make a strategy the one in force and return its step."""

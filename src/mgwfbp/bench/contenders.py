@@ -14,7 +14,15 @@ from mgwfbp.timeline import Timeline, predict, predict_naive
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["DEFAULT_STRATEGIES", "HOOKED", "Contender", "check_strategies", "make_contender", "predict_contender"]
+__all__ = [
+    "DEFAULT_STRATEGIES",
+    "HOOKED",
+    "Contender",
+    "Costs",
+    "check_strategies",
+    "make_contender",
+    "predict_contender",
+]
 
 # The paper's baselines and method, DDP's default, the exact plan and the tuner's.
 DEFAULT_STRATEGIES = ("naive", "wfbp", "single", "ps", "mgwfbp", "ddp", "optimal", "auto")
@@ -53,13 +61,22 @@ def make_contender(strategy: str, module: nn.Module, trace: ModelTrace, cost: Co
     return Contender(strategy, plan_for(module, strategy, trace=trace, cost=cost))
 
 
-def predict_contender(contender: Contender, trace: ModelTrace, cost: Cost, server_cost: Cost | None) -> Timeline | None:
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What messages cost, by what is under way beside them."""
+
+    idle: Cost  # beside nothing: of a burst after the backward pass
+    loaded: Cost  # beside the backward pass
+    servers: Cost | None = None  # of a gradient pushed to its owner and pulled, with all owners busy
+
+
+def predict_contender(contender: Contender, trace: ModelTrace, costs: Costs) -> Timeline | None:
     """Lay out the step of a contender as the package's model has it; None where nothing is known of its messages.
 
-    ``server_cost`` is that of a gradient pushed to its owner and pulled, with all owners busy.
+    What overlaps nothing, naive S-SGD and a plan of one message, is sent beside idle processors.
     """
     if contender.strategy == "naive":
-        return predict_naive(trace, cost)
+        return predict_naive(trace, costs.idle)
     if contender.strategy == "ps":
-        return None if server_cost is None else predict(trace, server_cost, contender.plan)
-    return predict(trace, cost, contender.plan)
+        return None if costs.servers is None else predict(trace, costs.servers, contender.plan)
+    return predict(trace, costs.idle if contender.plan.num_groups == 1 else costs.loaded, contender.plan)

@@ -29,9 +29,9 @@ class Schedule:
     settle: int = 1  # before them, not timed: a strategy that comes has new buffers
 
     def __post_init__(self) -> None:
-        if self.turns < 1 or self.steps < 1 or self.settle < 1:
+        if self.turns < 1 or self.steps < 1 or self.settle < 0:
             raise MeasureError(
-                f"turns is {self.turns}, steps {self.steps}, settle {self.settle}: expected 1 or more of each"
+                f"turns is {self.turns}, steps {self.steps}, settle {self.settle}: expected 1, 1 and 0 or more"
             )
 
 

@@ -61,9 +61,13 @@ def bench(
         typer.Option(
             metavar="A,B,...", help="Of auto, ddp, naive, wfbp, single, bucket, bucket-N, mgwfbp, optimal, ps."
         ),
-    ] = "naive,wfbp,single,ps,mgwfbp,ddp,optimal",
+    ] = "naive,wfbp,single,ps,mgwfbp,ddp,optimal,auto",
     turns: Annotated[int, typer.Option(min=1, help="How often every strategy's turn comes.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count in a turn; one more precedes them.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count in a turn.")] = 5,
+    settle: Annotated[int, typer.Option(min=0, help="Steps before them that do not.")] = 1,
+    learn: Annotated[
+        bool, typer.Option(help="Plan and predict with what messages and gradients take in training, watched first.")
+    ] = True,
     budget: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the sweep of message sizes.")] = 10.0,
     batch_size: BatchSize = 32,
     image_size: ImageSize = None,
@@ -97,7 +101,7 @@ def bench(
         )
     from mgwfbp.bench.turns import Schedule
 
-    schedule = Schedule(turns, steps)
+    schedule = Schedule(turns, steps, settle)
     label = network_label or "unnamed"
     with process_group(device, None, timeout_s=BENCH_TIMEOUT_S):
         if recorded is None:
@@ -105,7 +109,7 @@ def bench(
                 case = _model_case(spec, batch_size, device, image_size, sequence_length, names, label, budget)
         else:
             case = _replay_case(recorded, scale, names, label, budget)
-        result = _run(case, names, schedule, timelines)
+        result = _run(case, names, schedule, learn, timelines)
     if rank() == 0:
         _show(result, output, markdown)
 
@@ -178,18 +182,17 @@ def _measured(
     return Case(workload, trace, cost, server_cost, label, ddp_arguments)
 
 
-def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", timelines: bool) -> BenchResult:
-    from mgwfbp.bench.contest import Listener, contest
-
-    num_steps = schedule.turns * (schedule.steps + schedule.settle) * (1 + len(names))
+def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:
+    from mgwfbp.bench.contest import Listener, contest, num_steps
 
     def on_turn(turn: int, times_s: Mapping[str, float]) -> None:
         shown = ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in times_s.items())
         _tell(f"turn {turn + 1} of {schedule.turns}: {shown}")
 
-    with progress_bar("turns", num_steps, shown=rank() == 0) as advance:
-        listener = Listener(on_steps=advance, on_turn=on_turn)
-        return contest(case, names, schedule, listener=listener, timelines=timelines, source=_source())
+    total = num_steps(names, schedule, learns=learns, timelines=timelines)
+    with progress_bar("steps", total, shown=rank() == 0) as advance:
+        listener = Listener(on_steps=advance, on_turn=on_turn, on_phase=_tell)
+        return contest(case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=_source())
 
 
 def _source() -> dict[str, Any]:

@@ -55,8 +55,6 @@ def _ratio(size: int, samples: Sequence[tuple[int, int, float]]) -> float:
     # From the nearest on: far from all of them every weight would vanish.
     distances = [(math.log(size / other) / math.log(REACH)) ** 2 / 2 for other, _, _ in samples]
     nearest = min(distances)
-    weights = [
-        count * math.exp(nearest - distance) for (_, count, _), distance in zip(samples, distances, strict=True)
-    ]
+    weights = [count * math.exp(nearest - distance) for (_, count, _), distance in zip(samples, distances, strict=True)]
     mean = sum(weight * ratio for weight, (_, _, ratio) in zip(weights, samples, strict=True)) / sum(weights)
     return math.exp(mean)
