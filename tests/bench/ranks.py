@@ -85,7 +85,8 @@ def turns() -> dict[str, Any]:
 
 
 def servers() -> dict[str, Any]:
-    return {"cost": measure_servers(None, torch.device("cpu"), max_bytes=5000).to_json()}
+    costs = measure_servers(torch.device("cpu"), max_bytes=5000)
+    return {name: getattr(costs, name).to_json() for name in ("alone", "shared")}
 
 
 def main() -> None:

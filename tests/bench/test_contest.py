@@ -7,10 +7,13 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given
 
-from mgwfbp import BenchResult, PiecewiseCost, StrategyError
+from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, StrategyError, predict
 from mgwfbp.bench.contenders import check_strategies
+from mgwfbp.bench.servers import ServerCosts, predict_servers
 from tests.bench.ranks import PLANNED, STRATEGIES
+from tests.examples import linear_costs, make_trace, traces
 
 WORLD = 3
 
@@ -83,6 +86,12 @@ def test_a_contest_learns_what_messages_and_gradients_take_in_training(ranks: li
     assert seen >= {3_000_420, 400_000, 8, 1_200_000, 400, 1_000_000, 4, 1_600_008}
     assert [layer.name for layer in result.trace.layers] == [f"part{index}.weight" for index in range(8)]
     assert result.trace.model == "toy"
+    assert [(terms["strategy"], terms["num_messages"]) for terms in result.source["terms"]] == [
+        ("single", 1),
+        ("wfbp", 8),
+        ("ddp", 2),
+    ]
+    assert all(terms["slowest_rank"] >= 0 for terms in result.source["terms"])
     assert set(result.source["predicted_before_learning_s"]) == set(STRATEGIES)
 
 
@@ -115,11 +124,36 @@ def test_the_slowest_rank_counts_and_all_ranks_know(ranks: list[Any]) -> None:
     assert all(one["turns"]["slowest"] == [WORLD - 1.0, 0.0] for one in ranks)
 
 
-def test_the_servers_cost_is_one_for_all_ranks_and_reaches_the_largest_gradient(ranks: list[Any]) -> None:
-    costs = [PiecewiseCost.from_json(one["servers"]["cost"]) for one in ranks]
+@pytest.mark.parametrize("name", ["alone", "shared"])
+def test_the_servers_cost_is_one_for_all_ranks_and_reaches_the_largest_gradient(ranks: list[Any], name: str) -> None:
+    costs = [PiecewiseCost.from_json(one["servers"][name]) for one in ranks]
     assert costs[0] == costs[1] == costs[2]
     assert costs[0].points[-1][0] == 5000
     assert costs[0].workers == WORLD
+
+
+@given(traces(), linear_costs, linear_costs)
+def test_no_server_is_predicted_to_end_before_the_links_or_any_owner_could(
+    trace: ModelTrace, alone: LinearCost, shared: LinearCost
+) -> None:
+    plan = MergePlan.of_sizes(trace, [1] * len(trace.layers), planner="ps")
+    predicted = predict_servers(trace, ServerCosts(alone, shared), plan)
+    assert predicted.iteration_s >= predict(trace, shared, plan).iteration_s
+    for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True):
+        assert predicted.iteration_s >= ready_s + alone(layer.grad_bytes)
+    # One owner who does everything is the slowest way there is to queue.
+    assert predicted.iteration_s <= max(
+        predict(trace, alone, plan).iteration_s, predict(trace, shared, plan).iteration_s
+    )
+
+
+def test_two_owners_average_at_the_same_time() -> None:
+    """Two gradients ready at once, 10 s each alone and 6 s as a share: links end at 12 s, queues at 10 s."""
+    trace = make_trace([0.0, 0.0], [8, 8])
+    plan = MergePlan.of_sizes(trace, [1, 1])
+    ten, six, four = (LinearCost(2, startup_s, 0.0) for startup_s in (10.0, 6.0, 4.0))
+    assert predict_servers(trace, ServerCosts(ten, six), plan).iteration_s == 12.0
+    assert predict_servers(trace, ServerCosts(ten, four), plan).iteration_s == 10.0
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from mgwfbp.bench.servers import ServerCosts, predict_servers
 from mgwfbp.cost import Cost
 from mgwfbp.errors import StrategyError
 from mgwfbp.plan import MergePlan
@@ -67,7 +68,7 @@ class Costs:
 
     idle: Cost  # beside nothing: of a burst after the backward pass
     loaded: Cost  # beside the backward pass
-    servers: Cost | None = None  # of a gradient pushed to its owner and pulled, with all owners busy
+    servers: ServerCosts | None = None  # through the rank that owns a gradient
 
 
 def predict_contender(contender: Contender, trace: ModelTrace, costs: Costs) -> Timeline | None:
@@ -78,5 +79,5 @@ def predict_contender(contender: Contender, trace: ModelTrace, costs: Costs) -> 
     if contender.strategy == "naive":
         return predict_naive(trace, costs.idle)
     if contender.strategy == "ps":
-        return None if costs.servers is None else predict(trace, costs.servers, contender.plan)
+        return None if costs.servers is None else predict_servers(trace, costs.servers, contender.plan)
     return predict(trace, costs.idle if contender.plan.num_groups == 1 else costs.loaded, contender.plan)

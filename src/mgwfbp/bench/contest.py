@@ -1,7 +1,7 @@
 """Strategies side by side on one model and network: `contest`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender, Costs, make_contender, predict_contender
 from mgwfbp.bench.learning import Learnt, learn, observe
+from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.workload import Workload
@@ -35,7 +36,7 @@ class Case:
     workload: Workload
     trace: ModelTrace  # recorded without communication
     cost: PiecewiseCost  # swept without computation
-    server_cost: PiecewiseCost | None = None  # of a gradient through the rank that owns it
+    servers: ServerCosts | None = None  # of gradients through the ranks that own them
     network: str = "unnamed"
     ddp_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,13 +80,13 @@ def contest(
     tuning = arena.tune(heard.on_steps) if "auto" in strategies else None
     if tuning is not None:
         heard.on_phase(repr(tuning))
-    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.cost, {})
+    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.cost)
     contenders = [_contender(name, case, learnt, tuning) for name in strategies]
     ways = {ALONE: arena.enter_alone, **{one.strategy: arena.way(one) for one in contenders}}
     turns_s = take_turns(ways, schedule, arena.device, on_turn=heard.on_turn, on_steps=heard.on_steps)
     seen = _watch(arena, contenders, heard) if timelines else {}
-    before = Costs(case.cost, case.cost, case.server_cost)
-    after = Costs(case.cost, learnt.cost, case.server_cost)
+    before = Costs(case.cost, case.cost, case.servers)
+    after = Costs(case.cost, learnt.cost, case.servers)
     compute_s = median(turns_s[ALONE])
     results = []
     for one in contenders:
@@ -121,6 +122,7 @@ def contest(
             "predicted_before_learning_s": {
                 name: None if timeline is None else timeline.iteration_s for name, timeline in untaught.items()
             },
+            "terms": [asdict(terms) for terms in learnt.terms],
             "swept_cost": case.cost.points,
             "tuning": None if tuning is None else _told(tuning),
         },
@@ -129,8 +131,9 @@ def contest(
 
 def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
     plans = [make_contender(name, case.workload.model, case.trace, case.cost) for name in LEARN_FROM]
-    learnt = learn(arena, plans, case.cost, steps=WATCHED_STEPS, on_steps=heard.on_steps)
-    heard.on_phase(f"in training: {learnt.cost!r}, {learnt.trace!r}")
+    learnt = learn(arena, plans, case.trace, case.cost, steps=WATCHED_STEPS, on_steps=heard.on_steps)
+    for terms in learnt.terms:
+        heard.on_phase(f"in training, {terms}")
     return learnt
 
 

@@ -8,6 +8,7 @@ messages took corrects the cost, and when their gradients were ready becomes the
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean, median
 from typing import Any
 
 from mgwfbp.bench.arena import Arena
@@ -19,16 +20,34 @@ from mgwfbp.runtime.observer import Observation
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["Learnt", "learn", "messages_on_last_rank", "observe"]
+__all__ = ["Learnt", "Terms", "learn", "messages_on_last_rank", "observe"]
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A trace and a cost as they are in training; the same on every rank."""
+    """A trace and a cost as they are in training, and what they differ by from those measured apart, term by term."""
 
     trace: ModelTrace
     cost: PiecewiseCost
-    messages_s: Mapping[int, Sequence[float]]  # what the watched messages took, by bytes
+    terms: tuple["Terms", ...] = ()  # one for every plan that was watched
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What sets a plan's steps apart from a prediction made of a recorded trace and a swept cost."""
+
+    strategy: str
+    num_messages: int
+    compute_s: float  # until the last gradient is ready, the mean over ranks
+    computation_slowed: float  # that, relative to the recorded time
+    slowest_rank: float  # the last rank's last gradient, relative to the mean
+    messages_slowed: float  # the time of all messages, relative to the sum of the sweep's
+
+    def __str__(self) -> str:
+        return (
+            f"{self.strategy}, {self.num_messages} messages: computation {self.computation_slowed:+.1%}, slowest rank "
+            f"{self.slowest_rank:+.1%}, messages {self.messages_slowed:+.1%}"
+        )
 
 
 def observe(arena: Arena, contender: Contender, steps: int, *, settle: int = 1) -> Observation:
@@ -45,6 +64,7 @@ def observe(arena: Arena, contender: Contender, steps: int, *, settle: int = 1) 
 def learn(
     arena: Arena,
     contenders: Sequence[Contender],
+    recorded: ModelTrace,
     swept: PiecewiseCost,
     *,
     steps: int = 2,
@@ -55,13 +75,37 @@ def learn(
     The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass.
     """
     messages_s: dict[int, list[float]] = {}
+    terms = []
     for contender in contenders:
         seen = observe(arena, contender, steps)
         on_steps(1 + steps)
-        for size, times_s in messages_on_last_rank(seen.timelines).items():
+        of_plan = messages_on_last_rank(seen.timelines)
+        for size, times_s in of_plan.items():
             messages_s.setdefault(size, []).extend(times_s)
-    trace = replace(agree_on_trace(seen.trace), model=contenders[-1].plan.model)
-    return Learnt(trace, cost_under_load(swept, messages_s), messages_s)
+        ends_s = [float(text) for text in gather(repr(seen.trace.compute_s))]
+        terms.append(_terms(contender, ends_s, of_plan, recorded, swept))
+    trace = replace(agree_on_trace(seen.trace), model=recorded.model)
+    return Learnt(trace, cost_under_load(swept, messages_s), tuple(terms))
+
+
+def _terms(
+    contender: Contender,
+    ends_s: Sequence[float],
+    messages_s: Mapping[int, Sequence[float]],
+    recorded: ModelTrace,
+    swept: PiecewiseCost,
+) -> Terms:
+    mean_s = mean(ends_s)
+    taken_s = sum(median(times_s) * len(times_s) for times_s in messages_s.values())
+    expected_s = sum(swept(size) * len(times_s) for size, times_s in messages_s.items())
+    return Terms(
+        contender.strategy,
+        contender.plan.num_groups,
+        mean_s,
+        mean_s / recorded.compute_s - 1,
+        max(ends_s) / mean_s - 1,
+        taken_s / expected_s - 1,
+    )
 
 
 def messages_on_last_rank(timelines: Sequence[Timeline]) -> dict[int, list[float]]:

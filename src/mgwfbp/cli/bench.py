@@ -174,12 +174,12 @@ def _measured(
             device=device, max_bytes=max(8, trace.grad_bytes), budget_s=budget_s, on_progress=on_progress
         )
     _tell(repr(cost))
-    server_cost = None
+    servers = None
     if "ps" in names:
         with _fraction("parameter servers") as on_progress:
             largest = max(layer.grad_bytes for layer in trace.layers)
-            server_cost = measure_servers(None, device, max_bytes=largest, on_progress=on_progress)
-    return Case(workload, trace, cost, server_cost, label, ddp_arguments)
+            servers = measure_servers(device, max_bytes=largest, on_progress=on_progress)
+    return Case(workload, trace, cost, servers, label, ddp_arguments)
 
 
 def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:
