@@ -2,7 +2,7 @@
 
 from mgwfbp.results import BenchResult, StrategyResult
 
-__all__ = ["bench_rows", "bench_titles", "error_summary"]
+__all__ = ["beaten_by", "bench_rows", "bench_titles", "disagreements", "error_summary"]
 
 
 def bench_titles(result: BenchResult) -> tuple[str, ...]:
@@ -64,3 +64,22 @@ def error_summary(*results: BenchResult) -> str:
         return "nothing was predicted"
     mean, (worst, which) = sum(error for error, _ in errors) / len(errors), max(errors)
     return f"error of {len(errors)} predictions: mean {mean:.1%}, worst {worst:.1%} ({which})"
+
+
+def disagreements(first: BenchResult, second: BenchResult) -> list[tuple[str, str]]:
+    """Return the pairs of strategies that two runs put in opposite order, each run beyond its own spread.
+
+    A pair is (faster in the first run, faster in the second). Quartiles that touch decide nothing.
+    """
+    both = [one.strategy for one in first.strategies if any(one.strategy == two.strategy for two in second.strategies)]
+    return [
+        (fast, slow)
+        for fast in both
+        for slow in both
+        if first[fast].high_s < first[slow].low_s and second[slow].high_s < second[fast].low_s
+    ]
+
+
+def beaten_by(result: BenchResult, strategy: str) -> list[str]:
+    """Return the strategies that are faster than this one beyond the spread of both."""
+    return [one.strategy for one in result.strategies if one.high_s < result[strategy].low_s]
