@@ -8,8 +8,7 @@ messages took corrects the cost, and when their gradients were ready becomes the
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
-from typing import Any
+from statistics import mean
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
@@ -20,7 +19,7 @@ from mgwfbp.runtime.observer import Observation
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["Learnt", "Terms", "learn", "messages_on_last_rank", "observe"]
+__all__ = ["Learnt", "Terms", "learn", "message_times", "observe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,15 @@ def learn(
     for contender in contenders:
         seen = observe(arena, contender, steps)
         on_steps(1 + steps)
-        of_plan = messages_on_last_rank(seen.timelines)
+        of_plan = message_times(_from_all_ranks(seen.timelines))
         for size, times_s in of_plan.items():
             messages_s.setdefault(size, []).extend(times_s)
         ends_s = [float(text) for text in gather(repr(seen.trace.compute_s))]
         terms.append(_terms(contender, ends_s, of_plan, recorded, swept))
     trace = replace(agree_on_trace(seen.trace), model=recorded.model)
-    return Learnt(trace, cost_under_load(swept, messages_s), tuple(terms))
+    # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
+    means_s = {size: [mean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
+    return Learnt(trace, cost_under_load(swept, means_s), tuple(terms))
 
 
 def _terms(
@@ -96,7 +97,7 @@ def _terms(
     swept: PiecewiseCost,
 ) -> Terms:
     mean_s = mean(ends_s)
-    taken_s = sum(median(times_s) * len(times_s) for times_s in messages_s.values())
+    taken_s = sum(sum(times_s) for times_s in messages_s.values())
     expected_s = sum(swept(size) * len(times_s) for size, times_s in messages_s.items())
     return Terms(
         contender.strategy,
@@ -108,16 +109,22 @@ def _terms(
     )
 
 
-def messages_on_last_rank(timelines: Sequence[Timeline]) -> dict[int, list[float]]:
-    """Return by bytes what messages took on the rank that was ready last: the others also waited for that one.
+def message_times(by_rank: Sequence[Sequence[Timeline]]) -> dict[int, list[float]]:
+    """Return by bytes what messages took, from every rank's timelines of the same steps.
 
-    All ranks must call it, each with its own timelines of the same steps.
+    A rank that is ready early also waits for the others, so of a message that some rank sent as soon as it was ready
+    the shortest time counts. In a queue all are late: there a message's times on all ranks differ only by when each
+    learnt of an arrival, they add up to the same on every rank, and the mean counts.
     """
-    mine = [[(message.num_bytes, message.duration_s) for message in timeline.messages] for timeline in timelines]
-    by_rank: list[Any] = [json.loads(text) for text in gather(json.dumps(mine))]
     found: dict[int, list[float]] = {}
     for same_step in zip(*by_rank, strict=True):
-        for same_message in zip(*same_step, strict=True):
-            num_bytes = same_message[0][0]
-            found.setdefault(num_bytes, []).append(min(time_s for _, time_s in same_message))
+        for same_message in zip(*(timeline.messages for timeline in same_step), strict=True):
+            times_s = [message.duration_s for message in same_message]
+            queued = all(message.wait_s > 0 for message in same_message)
+            found.setdefault(same_message[0].num_bytes, []).append(mean(times_s) if queued else min(times_s))
     return found
+
+
+def _from_all_ranks(timelines: Sequence[Timeline]) -> list[list[Timeline]]:
+    mine = json.dumps([timeline.to_json() for timeline in timelines])
+    return [[Timeline.from_json(one) for one in json.loads(text)] for text in gather(mine)]
