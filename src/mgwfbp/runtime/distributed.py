@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.agreement import agree_on_plan
+from mgwfbp.runtime.compile_private import follow_plans, uncompiled, warn_of_old_cuts
 from mgwfbp.runtime.kinds import check_kinds, kinds_of
 from mgwfbp.runtime.moments import moments_of
 from mgwfbp.runtime.observer import Gradients, Observation
@@ -48,8 +50,7 @@ class DistributedDataParallel(TunableParallel):
 
     All ranks must have the same plan: they compare before anything is changed, and a plan that differs, cannot be read
     or is not for this model is an error on every rank. A message holds gradients of one dtype and one device; a sparse
-    gradient travels alone. Where this torch cannot hold given buckets, and with ``mixed_precision``, a warning says why
-    and the buckets are torch's own.
+    gradient travels alone. Where this torch cannot hold given buckets, a warning says why and the buckets are torch's own.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class DistributedDataParallel(TunableParallel):
     ) -> Iterator[Observation]:
         """Measure the timelines of the next steps that run inside ``with model.observe() as seen:``.
 
-        Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between. After the
-        block ``seen.timeline`` is the measured `Timeline` of this rank, ``seen.trace`` the ready times, and
-        ``seen.predicted`` the timeline that `predict` gives for the plan in force with the trace and cost in
-        ``predict_with`` (a trace of None stands for the observed one), or else with those that the tuner found.
+        Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between, and the
+        first after a change of buckets does not count. After the block ``seen.timeline`` is the measured `Timeline` of
+        this rank, ``seen.trace`` the ready times, and ``seen.predicted`` the timeline that `predict` gives for the plan
+        in force with the trace and cost in ``predict_with`` (a trace of None stands for the observed one), or else with
+        those that the tuner found.
 
         A message is ready when the Reducer asks for it, starts once the message before it has arrived, and ends when it
         has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans.
@@ -105,12 +107,15 @@ class DistributedDataParallel(TunableParallel):
         watch: StepWatch | None = None
 
         def step_has_ended() -> None:
-            if watch is not None and self.has_settled:
-                taken.extend(watch.take())
-                if len(taken) >= steps:
-                    watch.stop()
+            if watch is None:
+                return
+            seen_steps = watch.take()
+            if self.has_settled:  # the first step of a Reducer is unlike the others
+                taken.extend(seen_steps)
+            if len(taken) >= steps:
+                watch.stop()
 
-        watch = StepWatch(self, parameters, moments_of(self.device, self.process_group), step_has_ended)
+        watch = StepWatch(self, parameters, moments_of(self.device), step_has_ended)
         try:
             watch.listen(True)
             watch.watches_gradients = True
@@ -143,6 +148,7 @@ class DistributedDataParallel(TunableParallel):
         if changed:
             self.rebuild_reducer()
             self.check_held()
+            warn_of_old_cuts(self)
 
     def replan(self, plan: PlanLike | None) -> None:
         """Change to another plan, or with None to torch's own buckets. All ranks must call it, with the same plan.
@@ -171,6 +177,7 @@ class DistributedDataParallel(TunableParallel):
         elif self._plan is not None:
             self._plan = None
             self.rebuild_reducer()
+            warn_of_old_cuts(self)
 
     def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
         """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
@@ -212,6 +219,7 @@ class DistributedDataParallel(TunableParallel):
             self._start_tuner()
         if self.cannot_hold:
             return
+        follow_plans()
         self.check_held()
         named = self.module.named_parameters()
         self._watch = StrideWatch(self, [(name, parameter) for name, parameter in named if parameter.requires_grad])
@@ -245,12 +253,14 @@ class DistributedDataParallel(TunableParallel):
         if plan is None:
             return None
         loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
+        if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
+            loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
         named = zip(self._names(parameters), parameters, strict=True)
         check_kinds(loaded, kinds_of(named, sparse))
         return loaded
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        by_parameter = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        by_parameter = {id(parameter): uncompiled(name) for name, parameter in self.module.named_parameters()}
         return [by_parameter[id(parameter)] for parameter in parameters]
 
 

@@ -1,10 +1,10 @@
 """Moments of a training step, noted without making anything wait: `HostMoments`, `CudaMoments`."""
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 __all__ = ["CudaMoments", "HostMoments", "Moment", "Moments", "moments_of"]
 
@@ -17,8 +17,8 @@ class Moments(Protocol):
     def now(self) -> Moment:
         """Return the present moment of the computation."""
 
-    def arrival(self) -> Moment:
-        """Return the moment at which a message has arrived; to be called when its future is done."""
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
 
     def wait(self) -> None:
         """Wait until every moment handed out so far has come."""
@@ -37,7 +37,9 @@ class HostMoments:
         """Return the present moment."""
         return time.perf_counter()
 
-    arrival = now
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+        future.add_done_callback(lambda _: note(self.now()))
 
     def wait(self) -> None:
         """Return at once: the present moment has come."""
@@ -53,14 +55,16 @@ class HostMoments:
 class CudaMoments:
     """For work that runs on a GPU: events in the stream that gets there; read only after one synchronise.
 
-    The future of an nccl message is done as soon as the message is queued, and its callbacks run in a stream that waits
-    for it: an event there is the arrival. Other backends complete a future when the message has arrived, so that an
-    event in an idle stream is.
+    The future of an nccl message is done as soon as the message is queued, and a stream that waits for it waits for the
+    message: an event behind that is its arrival. It must be a stream of our own and of high priority. In those that
+    torch lends to callbacks the wait stands in the same hardware queue as later kernels of the backward pass, and
+    these wait too.
+    Other backends complete a future when the message has arrived, and an event in an idle stream is that moment.
     """
 
-    def __init__(self, device: torch.device, backend: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._idle = None if "nccl" in backend else torch.cuda.Stream(device)
+        self._aside = torch.cuda.Stream(device, priority=-1)
         self._free: list[torch.cuda.Event] = []
         self._used: list[torch.cuda.Event] = []
 
@@ -70,10 +74,18 @@ class CudaMoments:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def arrival(self) -> Moment:
-        """Return the moment at which the message whose future is done has arrived."""
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+        if not future.done():
+            future.add_done_callback(lambda _: note(self._aside_now()))
+            return
+        with torch.cuda.stream(self._aside):
+            future.wait()
+            note(self._aside_now())
+
+    def _aside_now(self) -> Moment:
         event = self._event()
-        event.record(self._idle or torch.cuda.current_stream(self._device))
+        event.record(self._aside)
         return event
 
     def wait(self) -> None:
@@ -94,6 +106,6 @@ class CudaMoments:
         return event
 
 
-def moments_of(device: torch.device, group: dist.ProcessGroup | None) -> Moments:
-    """Return the clock for a model on this device whose gradients this group averages."""
-    return CudaMoments(device, dist.get_backend(group)) if device.type == "cuda" else HostMoments()
+def moments_of(device: torch.device) -> Moments:
+    """Return the clock for a model on this device."""
+    return CudaMoments(device) if device.type == "cuda" else HostMoments()

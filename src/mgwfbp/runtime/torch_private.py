@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
-Listener = Callable[[int], Callable[[], None]]  # told the bytes of a message, returns whom to tell of its arrival
+Listener = Callable[[int], Callable[[Any], None]]  # told the bytes of a message, returns who wants its future
 
 # What is used below, by owner. Newer settings (manual finalization, say) are looked for where they are used.
 _NEEDED = {
@@ -160,9 +160,9 @@ class _Overheard(_StockGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send, and tell the listener."""
-        arrived = self._listener(sum(tensor.nbytes for tensor in tensors))
+        follow = self._listener(sum(tensor.nbytes for tensor in tensors))
         work = self._group.allreduce(tensors, *options)
-        work.get_future().add_done_callback(lambda _: arrived())
+        follow(work.get_future())
         return work
 
     def broadcast(self, *arguments: Any) -> Any:
@@ -179,9 +179,9 @@ def _overheard(hook: Any, listener: Listener) -> Any:
 
     @wraps(hook)
     def told(state: object, bucket: Any) -> Any:
-        arrived = listener(bucket.buffer().nbytes)
+        follow = listener(bucket.buffer().nbytes)
         future = hook(state, bucket)
-        future.add_done_callback(lambda _: arrived())
+        follow(future)
         return future
 
     return told
@@ -274,6 +274,7 @@ class PlannableParallel(DistributedDataParallel):
 
     _builtin_hook: Any = None
     _sample_rate: int | None = None
+    is_compiled = False  # whether a graph was compiled inside the forward pass
     _listener: Listener | None = None
     _connected: Any = None  # the process group of the Reducer while somebody listens; C++ alone would not keep it
 
@@ -289,9 +290,6 @@ class PlannableParallel(DistributedDataParallel):
         """Why no plan can be held; empty where one can."""
         if self._use_python_reducer:
             return "torch's Python reducer, which torch._dynamo.config.optimize_ddp asks for, has no buckets"
-        if self.mixed_precision is not None:
-            # Seen with torch 2.11 on a GPU over gloo; which of the two is wrong is not known yet.
-            return "with mixed_precision averaged gradients were seen to differ from those of torch's own buckets"
         return "all gradients are delayed by delay_all_reduce_named_params" if self._delay_all_reduce_all_params else ""
 
     @property
@@ -303,6 +301,11 @@ class PlannableParallel(DistributedDataParallel):
     def synchronises(self) -> bool:
         """Whether gradients of a forward pass that began now would be averaged, by all ranks alike."""
         return torch.is_grad_enabled() and self.require_backward_grad_sync and not self.in_join
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a communication hook sends the gradients."""
+        return bool(self._comm_hooks) or self._builtin_hook is not None
 
     @property
     def has_settled(self) -> bool:
@@ -318,9 +321,10 @@ class PlannableParallel(DistributedDataParallel):
             name = getattr(hook, "__qualname__", repr(hook))
             if getattr(hook, "__module__", "") != STATELESS_HOOKS or "<locals>" in name:  # a wrapper of any other
                 return f"the communication hook {name} may keep state per bucket"
-        compiled = [one for one in self.module.modules() if getattr(one, "_compiled_call_impl", None) is not None]
-        if compiled or hasattr(self.module, "_orig_mod") or self._compiled_call_impl is not None:
+        if self.is_compiled:
             return "the model is compiled, and every change of buckets would compile it again"
+        if self.mixed_precision is not None:
+            return "with mixed_precision messages have other sizes than parameters"
         return ""
 
     def check_finished(self) -> None:
@@ -349,7 +353,7 @@ class PlannableParallel(DistributedDataParallel):
     def overhear(self, listener: Listener | None) -> None:
         """Tell a listener of every message from now on, or with None nobody. Only between steps."""
         self._listener = listener
-        if self._comm_hooks or self._builtin_hook is not None:
+        if self.has_hooks:
             self.rebuild_reducer()  # which is told its hooks only once
         else:
             self._connect()

@@ -52,8 +52,8 @@ _log = logging.getLogger("mgwfbp")
 
 # Steps before anything is measured: memory is allocated, kernels are chosen, torch makes its buckets.
 WARMUP_STEPS = 5
-# Of a plan that is observed: pairs of a step without hooks on gradients and one with them.
-OBSERVED_PAIRS = 3
+# Of a plan that is observed: each a step with nothing, one with hooks on gradients, one with an ear on its messages.
+OBSERVED_TURNS = 2
 MAX_ROUNDS = 3
 SWEEP_BUDGET_S = 1.0
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
@@ -104,7 +104,7 @@ class Tuner:
         self._group = model.process_group
         self._default: MergePlan | None = None
         self.tuning = Tuning("working", "warming up")
-        moments = moments_of(model.device, self._group)
+        moments = moments_of(model.device)
         self._watch = StepWatch(model, [parameter for _, parameter in named], moments, self._step_has_ended)
         self._work = self._tune()
         next(self._work)  # to where it waits for the first step
@@ -178,7 +178,7 @@ class Tuner:
         candidates = self._candidates(tried, trace, cost)
         self._says(f"comparing {len(candidates)} plans")
         candidates = yield from self._race(candidates, *FIRST_HEAT)
-        best = candidates[:2]
+        best = candidates[:2] if len(candidates) > 1 else []
         best += [one for one in candidates[2:] if one.plan == default]
         candidates = (yield from self._race(best, *LAST_HEAT)) + [one for one in candidates if one not in best]
         self._settle(candidates, trace)
@@ -235,42 +235,49 @@ class Tuner:
         return measure_allreduce(self._group, self._model.device, max_bytes=largest, budget_s=SWEEP_BUDGET_S)
 
     def _observe(self, plan: MergePlan) -> Generator[None, None, _Observed]:
-        """Watch the steps of the plan in force."""
-        self._watch.listen(True)
+        """Watch the steps of the plan in force, in turns: nothing but their length, their gradients, their messages."""
+        hooked = self._model.has_hooks  # then listening needs a new Reducer, and is not begun anew for a step
+        self._watch.listen(hooked)
         yield  # new buckets are allocated, a static graph is learnt
         self._watch.take()
-        for _ in range(OBSERVED_PAIRS):
+        for _ in range(OBSERVED_TURNS):
             yield
             self._watch.watches_gradients = True
             yield
             self._watch.watches_gradients = False
+            self._watch.listen(True)
+            yield
+            self._watch.listen(hooked)
         steps = self._watch.take()
         self._watch.listen(False)
         return self._combine(steps, plan)
 
     def _combine(self, steps: list[SeenStep], plan: MergePlan) -> _Observed:
         sizes = [sum(self._gradients.size_of[name] for name in group) for group in plan.groups]
+        plain, watched, heard = steps[::3], steps[1::3], steps[2::3]
 
         def mine() -> dict[str, Any]:
-            if not all(sends(step, sizes) for step in steps):
+            if not all(sends(step, sizes) for step in heard):
                 raise _GiveUpError("messages were seen that the plan does not have")
-            watched = steps[1::2]
             return {
-                "steps_s": [step.end_s for step in steps],
-                "messages_s": [[one.end_s - one.start_s for one in step.messages[: len(sizes)]] for step in steps],
+                "plain_s": [step.end_s for step in plain],
+                "watched_s": [step.end_s for step in watched],
+                "messages_s": [[one.end_s - one.start_s for one in step.messages[: len(sizes)]] for step in heard],
                 "trace": trace_of(watched, self._gradients, {"measured": "observed in training"}).to_json(),
             }
 
         said = self._tell(mine)
-        steps_s = [max(times) for times in zip(*(one["steps_s"] for one in said), strict=True)]
-        slowed = median(steps_s[1::2]) / max(1e-9, median(steps_s[::2]))
+        plain_s, watched_s = (
+            median(max(times) for times in zip(*(one[kind] for one in said), strict=True))
+            for kind in ("plain_s", "watched_s")
+        )
         trace = agree_on_trace(ModelTrace.from_json(said[dist.get_rank(self._group)]["trace"]), self._group)
         messages_s: dict[int, list[float]] = {}
         # The rank that is ready last sees what the network takes; the others also wait for it.
         for by_rank in zip(*(one["messages_s"] for one in said), strict=True):
             for size, times in zip(sizes, zip(*by_rank, strict=True), strict=True):
                 messages_s.setdefault(size, []).append(min(times))
-        return _Observed(_faster(trace, min(MOST_SLOWED, max(1.0, slowed))), messages_s)
+        return _Observed(_faster(trace, min(MOST_SLOWED, max(1.0, watched_s / plain_s))), messages_s)
 
     def _candidates(self, tried: Mapping[Any, Candidate], trace: ModelTrace, cost: PiecewiseCost) -> list[Candidate]:
         """Return what shall be compared: each partition once, torch's own buckets first."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -177,17 +178,17 @@ class StepWatch:
         if self._in_backward is not None:
             self._in_backward.gradients[place] = self._moments.now()
 
-    def _message_is_sent(self, num_bytes: int) -> Callable[[], None]:
+    def _message_is_sent(self, num_bytes: int) -> Callable[[Any], None]:
         step = self._in_backward
         if step is None:
-            return lambda: None
+            return lambda _: None
         sent = _Sent(num_bytes, self._moments.now())
         step.messages.append(sent)
 
-        def note_arrival() -> None:
-            sent.arrived = self._moments.arrival()
+        def note(moment: Moment) -> None:
+            sent.arrived = moment
 
-        return note_arrival
+        return lambda future: self._moments.when_arrived(future, note)
 
     def _backward_has_ended(self) -> None:
         step, self._in_backward, self._began = self._in_backward, None, None
