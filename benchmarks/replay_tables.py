@@ -70,9 +70,9 @@ def cells(results: Sequence[BenchResult]) -> Iterator[str]:
     for result in results:
         alone = result.compute_s / result.source["recorded_compute_s"] - 1
         yield f"\n## {TITLES.get(result.model, result.model)}, {result.workers} hosts, {result.network}\n"
-        yield f"`{result.source['command']}`\n"
+        yield f"`mgwfbp lab --hosts {result.workers} --rate 1gbit -- {result.source['command']}`\n"
         yield (
-            f"{result.source['date']}, load {result.source['load'][0]} at the end; {result.source['turns']} turns of "
+            f"{result.source['date']}, load {result.source['load'][0]} at the start; {result.source['turns']} turns of "
             f"{result.source['steps']}; without communication {result.compute_s:.3f} s, {alone:+.2%} of the recorded "
             f"time; {error_summary(result)}.\n"
         )

@@ -210,7 +210,8 @@ def _source() -> dict[str, Any]:
         "kernel": platform.release(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "load": [round(load, 1) for load in os.getloadavg()],
+        "load": [round(load, 1) for load in os.getloadavg()],  # before the first step
+        "nice": os.nice(0),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
