@@ -16,7 +16,6 @@ from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
 __all__ = [
-    "DEFAULT_STRATEGIES",
     "HOOKED",
     "Contender",
     "Costs",
@@ -25,8 +24,6 @@ __all__ = [
     "predict_contender",
 ]
 
-# The paper's baselines and method, DDP's default, the exact plan and the tuner's.
-DEFAULT_STRATEGIES = ("naive", "wfbp", "single", "ps", "mgwfbp", "ddp", "optimal", "auto")
 # Strategies that no plan can say: each needs a wrapped model of its own.
 HOOKED = ("naive", "ps")
 

@@ -4,8 +4,9 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,13 +103,15 @@ def bench(
     from mgwfbp.bench.turns import Schedule
 
     schedule = Schedule(turns, steps, settle)
-    label = network_label or "unnamed"
+    wanted = _Wanted(names, network_label or "unnamed", budget)
     with process_group(device, None, timeout_s=BENCH_TIMEOUT_S):
         if recorded is None:
             with failures_of(spec, batch_size, device):
-                case = _model_case(spec, batch_size, device, image_size, sequence_length, names, label, budget)
+                case = _model_case(
+                    lambda: make_workload(spec, batch_size, device_of(device), image_size, sequence_length), wanted
+                )
         else:
-            case = _replay_case(recorded, scale, names, label, budget)
+            case = _replay_case(recorded, scale, wanted)
         result = _run(case, names, schedule, learn, timelines)
     if rank() == 0:
         _show(result, output, markdown)
@@ -124,7 +127,16 @@ def _strategy_names(text: str) -> tuple[str, ...]:
         raise typer.BadParameter(str(error), param_hint="--strategies") from error
 
 
-def _replay_case(recorded: ModelTrace, scale: float, names: tuple[str, ...], label: str, budget_s: float) -> "Case":
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is asked for, whatever the model."""
+
+    strategies: tuple[str, ...]
+    network: str
+    budget_s: float  # for the sweep
+
+
+def _replay_case(recorded: ModelTrace, scale: float, wanted: _Wanted) -> "Case":
     import torch
 
     from mgwfbp.bench.replay import Replay, replayable, slowed
@@ -134,35 +146,19 @@ def _replay_case(recorded: ModelTrace, scale: float, names: tuple[str, ...], lab
     trace = replayable(slowed(recorded, scale))
     workload = together(lambda: Workload(trace.model, Replay(trace), torch.zeros(1), 1, default_loss))
     # Gradients that stay in the Reducer's buffers are not copied back: the processor has only messages to carry.
-    return _measured(workload, trace, names, label, budget_s, {"gradient_as_bucket_view": True})
+    return _measured(workload, trace, wanted, {"gradient_as_bucket_view": True})
 
 
-def _model_case(
-    spec: str,
-    batch_size: int,
-    device: str,
-    image_size: int | None,
-    sequence_length: int,
-    names: tuple[str, ...],
-    label: str,
-    budget_s: float,
-) -> "Case":
+def _model_case(make: "Callable[[], Workload]", wanted: _Wanted) -> "Case":
     from mgwfbp.measure.agreement import agree_on_trace, together
     from mgwfbp.measure.backward import measure_backward
 
-    workload = together(lambda: make_workload(spec, batch_size, device_of(device), image_size, sequence_length))
-    measured = together(lambda: measure_backward(workload.model, workload.batch, workload.loss_fn, name=workload.name))
-    return _measured(workload, agree_on_trace(measured), names, label, budget_s, {})
+    workload = together(make)
+    trace = together(lambda: measure_backward(workload.model, workload.batch, workload.loss_fn, name=workload.name))
+    return _measured(workload, agree_on_trace(trace), wanted, {})
 
 
-def _measured(
-    workload: "Workload",
-    trace: ModelTrace,
-    names: tuple[str, ...],
-    label: str,
-    budget_s: float,
-    ddp_arguments: Mapping[str, Any],
-) -> "Case":
+def _measured(workload: "Workload", trace: ModelTrace, wanted: _Wanted, ddp_arguments: Mapping[str, Any]) -> "Case":
     """Measure what messages cost between these workers."""
     from mgwfbp.bench.contest import Case
     from mgwfbp.bench.servers import measure_servers
@@ -171,15 +167,15 @@ def _measured(
     device = next(workload.model.parameters()).device
     with _fraction("all-reduce") as on_progress:
         cost = measure_allreduce(
-            device=device, max_bytes=max(8, trace.grad_bytes), budget_s=budget_s, on_progress=on_progress
+            device=device, max_bytes=max(8, trace.grad_bytes), budget_s=wanted.budget_s, on_progress=on_progress
         )
     _tell(repr(cost))
     servers = None
-    if "ps" in names:
+    if "ps" in wanted.strategies:
         with _fraction("parameter servers") as on_progress:
             largest = max(layer.grad_bytes for layer in trace.layers)
             servers = measure_servers(device, max_bytes=largest, on_progress=on_progress)
-    return Case(workload, trace, cost, servers, label, ddp_arguments)
+    return Case(workload, trace, cost, servers, wanted.network, ddp_arguments)
 
 
 def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:
