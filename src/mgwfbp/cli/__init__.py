@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import mgwfbp
+from mgwfbp.cli.bench import bench
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, simulate, paper, report, traces, demo):
+for command in (compare, plan, cost, simulate, bench, paper, report, traces, demo):
     app.command()(command)
 # What follows the program's name is its own, options too.
 app.command(context_settings={"allow_interspersed_args": False})(lab)
