@@ -11,7 +11,6 @@ from mgwfbp import BenchResult
 from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary
 
 MARKER = "<!-- everything below is written by replay_tables.py -->"
-TITLES = {"googlenet": "GoogLeNet", "resnet50": "ResNet-50"}
 
 
 def main() -> None:
@@ -34,11 +33,11 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 def overview(results: Sequence[BenchResult]) -> Iterator[str]:
     yield "\n## Speedup over one worker, measured (the ideal is the number of hosts)\n"
-    for model in dict.fromkeys(result.model for result in results):
-        mine = sorted((one for one in results if one.model == model), key=lambda one: one.workers)
+    for which in dict.fromkeys(title(result) for result in results):
+        mine = sorted((one for one in results if title(one) == which), key=lambda one: one.workers)
         names = list(dict.fromkeys(one.strategy for result in mine for one in result.strategies))
         rows = [[name, *[f"{one.speedup(name):.2f}" if name in known(one) else "" for one in mine]] for name in names]
-        yield from table([TITLES.get(model, model), *[f"{one.workers} hosts" for one in mine]], rows)
+        yield from table([which, *[f"{one.workers} hosts" for one in mine]], rows)
     yield "\n## Prediction errors, before and after learning in training\n"
     rows = []
     for result in results:
@@ -48,13 +47,17 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
             "after": list(result.prediction_errors.values()),
         }
         sums = [f"{sum(map(abs, some)) / len(some):.1%}, {max(map(abs, some)):.1%}" for some in errors.values()]
-        rows.append([TITLES.get(result.model, result.model), str(result.workers), *sums])
+        rows.append([title(result), str(result.workers), *sums])
     yield from table(["mean, worst", "hosts", "before", "after"], rows)
     yield f"After, over all cells: {error_summary(*results)}.\n"
+    yield (
+        "Most of these steps is computation, which a prediction knows. Of the exposed communication alone, where it is "
+        f"more than a hundredth of the step: {exposed_errors(results)}.\n"
+    )
     yield "\n## Terms, watched in steps of three plans\n"
     rows = [
         [
-            f"{TITLES.get(result.model, result.model)}, {result.workers} hosts",
+            f"{title(result)}, {result.workers} hosts",
             f"{terms['strategy']} ({terms['num_messages']})",
             f"{terms['computation_slowed']:+.1%}",
             f"{terms['slowest_rank']:+.1%}",
@@ -66,10 +69,19 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
     yield from table(["cell", "plan (messages)", "computation slowed", "slowest rank", "messages slowed"], rows)
 
 
+def exposed_errors(results: Sequence[BenchResult]) -> str:
+    errors = []
+    for result in results:
+        for one in result.strategies:
+            if one.predicted_s is not None and one.exposed_s > 0.01 * one.measured_s:
+                errors.append(abs((one.predicted_s - one.measured_s) / one.exposed_s))
+    return f"{len(errors)} predictions, mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}"
+
+
 def cells(results: Sequence[BenchResult]) -> Iterator[str]:
     for result in results:
         alone = result.compute_s / result.source["recorded_compute_s"] - 1
-        yield f"\n## {TITLES.get(result.model, result.model)}, {result.workers} hosts, {result.network}\n"
+        yield f"\n## {title(result)}, {result.workers} hosts, {result.network}\n"
         yield f"`mgwfbp lab --hosts {result.workers} --rate 1gbit -- {result.source['command']}`\n"
         yield (
             f"{result.source['date']}, load {result.source['load'][0]} at the start; {result.source['turns']} turns of "
@@ -85,11 +97,17 @@ def cells(results: Sequence[BenchResult]) -> Iterator[str]:
 def repeated(results: Sequence[BenchResult], repeats: Sequence[BenchResult]) -> Iterator[str]:
     for repeat in repeats:
         for first in results:
-            if (first.model, first.workers) == (repeat.model, repeat.workers):
+            if (title(first), first.workers) == (title(repeat), repeat.workers):
                 pairs = [f"{fast} and {slow}" for fast, slow in disagreements(first, repeat)]
-                yield f"\n## {TITLES.get(first.model, first.model)}, {first.workers} hosts, run again\n"
+                yield f"\n## {title(first)}, {first.workers} hosts, run again\n"
                 yield from table(bench_titles(repeat), bench_rows(repeat))
                 yield f"In opposite order beyond the spread of both runs: {', '.join(pairs) or 'none'}.\n"
+
+
+def title(result: BenchResult) -> str:
+    """Name the trace that was replayed; a result itself knows only the model."""
+    words = result.source["command"].split()
+    return str(words[words.index("--replay") + 1])
 
 
 def known(result: BenchResult) -> set[str]:
