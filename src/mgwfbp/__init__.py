@@ -23,11 +23,13 @@ from mgwfbp.errors import (
     SimulationError,
     TimelineError,
     TraceError,
+    TrainError,
 )
 from mgwfbp.fitting import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
+from mgwfbp.run import TrainingRun
 from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
 from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
@@ -64,6 +66,8 @@ __all__ = [
     "Timeline",
     "TimelineError",
     "TraceError",
+    "TrainError",
+    "TrainingRun",
     "find_plan",
     "fit",
     "load_cost",

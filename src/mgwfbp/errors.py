@@ -12,7 +12,8 @@
     ├── TimelineError   (ValueError)   impossible timeline
     ├── SimulationError (ValueError)   impossible scenario or cluster
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
-    └── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
+    ├── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
+    └── TrainError      (RuntimeError) impossible training run, one that cannot start or go on, or a worker that failed
 
 Each message is one line that says what was expected, what was found, and what to do.
 """
@@ -29,6 +30,7 @@ __all__ = [
     "SimulationError",
     "TimelineError",
     "TraceError",
+    "TrainError",
 ]
 
 
@@ -74,3 +76,7 @@ class SimulationError(MgwfbpError, ValueError):
 
 class LabError(MgwfbpError, RuntimeError):
     """A lab that cannot be, that cannot be made on this machine, or in which a rank failed."""
+
+
+class TrainError(MgwfbpError, RuntimeError):
+    """A training run that cannot be, that cannot start or go on, or in which a worker failed."""
