@@ -9,6 +9,7 @@
     ├── CostError       (ValueError)   impossible all-reduce cost, or samples no cost can be fitted to
     ├── NetworkError    (ValueError)   impossible or unknown network
     ├── PlanError       (ValueError)   impossible plan, unknown planner, a plan for another model or not every rank's
+    ├── StrategyError   (ValueError)   unknown strategy, or one that lacks something or cannot do what is asked
     ├── TimelineError   (ValueError)   impossible timeline
     ├── SimulationError (ValueError)   impossible scenario or cluster
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
@@ -28,6 +29,7 @@ __all__ = [
     "NetworkError",
     "PlanError",
     "SimulationError",
+    "StrategyError",
     "TimelineError",
     "TraceError",
     "TrainError",
@@ -60,6 +62,10 @@ class NetworkError(MgwfbpError, ValueError):
 
 class PlanError(MgwfbpError, ValueError):
     """A plan that cannot be, an unknown planner, a plan for another model, or one that not every rank has."""
+
+
+class StrategyError(MgwfbpError, ValueError):
+    """An unknown strategy, or one that lacks what it needs or cannot do what is asked of it."""
 
 
 class TimelineError(MgwfbpError, ValueError):

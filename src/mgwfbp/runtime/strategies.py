@@ -1,0 +1,178 @@
+"""Strategies by name: `parallel` wraps a module in a DistributedDataParallel that averages gradients in one way."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mgwfbp.cost import Cost, LinearCost
+from mgwfbp.errors import StrategyError
+from mgwfbp.plan import MergePlan
+from mgwfbp.planners import PLANNERS, Planner, find_plan, plan_bucket, plan_wfbp
+from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
+from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.units import quote
+
+__all__ = ["STRATEGIES", "parallel", "plan_for"]
+
+STRATEGIES = ("auto", "ddp", "naive", "wfbp", "single", "bucket", "mgwfbp", "optimal", "ps")
+
+# Strategies whose plan depends on times, not only on the order of the gradients.
+_TIMED = ("mgwfbp", "optimal")
+_FREE = LinearCost(workers=1, startup_s=0.0, per_byte_s=0.0)  # for planners that take a cost and do not look at it
+
+
+def parallel(
+    module: nn.Module,
+    strategy: str | MergePlan | os.PathLike[str],
+    *,
+    trace: ModelTrace | None = None,
+    cost: Cost | None = None,
+    **ddp_arguments: Any,
+) -> DistributedDataParallel:
+    """Wrap a module so that its gradients are averaged by a strategy. All ranks must call it alike.
+
+    ``strategy`` is one of `STRATEGIES`, ``bucket-N`` for buckets of N MiB, a plan, or the path of one:
+
+    ==========  =====================================================================================
+    auto        the tuner finds out, in the first steps
+    ddp         torch's own buckets, and nothing measured
+    naive       one message per gradient, all after the backward pass (S-SGD, Eq. (3))
+    wfbp        one message per gradient, as soon as it is ready
+    single      one message for all (SyncEASGD)
+    bucket      messages as large as torch's buckets, filled in ready order
+    mgwfbp      the paper's Algorithm 1; needs ``trace`` and ``cost``
+    optimal     the shortest step there is; needs ``trace`` and ``cost``
+    ps          every gradient through the rank that owns it, as soon as it is ready (parameter server)
+    ==========  =====================================================================================
+
+    Where no ``trace`` is given gradients are taken to be ready in the reverse order of ``module.named_parameters()``.
+    A plan's message that would merge several dtypes or devices, or a sparse gradient with others, becomes several.
+    All strategies average alike: up to the order of sums, training is the same with each.
+    """
+    if isinstance(strategy, MergePlan) or not isinstance(strategy, str) or _is_path(strategy):
+        return DistributedDataParallel(module, plan=strategy, **ddp_arguments)
+    if strategy in ("auto", "ddp"):
+        return DistributedDataParallel(module, **ddp_arguments)
+    plan = plan_for(module, strategy, trace=trace, cost=cost, delayed=_delayed(ddp_arguments))
+    if strategy == "naive" and ddp_arguments.get("skip_all_reduce_unused_params"):
+        raise StrategyError("strategy 'naive' waits for all gradients; leave out skip_all_reduce_unused_params")
+    if strategy == "ps" and (sparse := _sparse_names(module) & set(plan.layer_names)):
+        raise StrategyError(f"strategy 'ps' cannot average the sparse gradient of {quote(min(sparse))}; use another")
+    ddp = DistributedDataParallel(module, plan=plan, **ddp_arguments)
+    if strategy == "naive":
+        ddp.register_comm_hook(NaiveSgd(ddp.process_group, len(ddp.reducible()[0])), send_after_backward)
+    if strategy == "ps":
+        parameters = dict(module.named_parameters())
+        owned = [parameters[name] for name in plan.layer_names]
+        owners = assign_owners([parameter.nbytes for parameter in owned], ddp.process_group.size())
+        by_parameter = {id(parameter): owner for parameter, owner in zip(owned, owners, strict=True)}
+        ddp.register_comm_hook(ParameterServers(by_parameter, ddp.process_group), push_and_pull)
+    return ddp
+
+
+def plan_for(
+    module: nn.Module,
+    strategy: str,
+    *,
+    trace: ModelTrace | None = None,
+    cost: Cost | None = None,
+    delayed: frozenset[str] = frozenset(),
+) -> MergePlan:
+    """Return the plan of a strategy that has one, for a module's gradients, without those that are ``delayed``.
+
+    >>> plan_for(nn.Linear(2, 3), "wfbp").groups
+    (('bias',), ('weight',))
+    """
+    planner = _planner(strategy)
+    if strategy in _TIMED and (trace is None or cost is None):
+        absent = " and ".join(name for name, given in (("trace", trace), ("cost", cost)) if given is None)
+        raise StrategyError(
+            f"strategy {quote(strategy)} needs a trace and a cost, and no {absent} is given; "
+            "measure them with `mgwfbp measure backward` and `mgwfbp measure allreduce`"
+        )
+    if trace is None:
+        trace = _guessed_trace(module, delayed)
+    # What is predicted is a plan's step: naive S-SGD and a parameter server take another one.
+    hooked = strategy in ("naive", "ps")
+    plan = planner(trace, _FREE) if cost is None or hooked else find_plan(trace, cost, planner)
+    return replace(split_kinds(plan, _kinds(module)), planner=strategy)
+
+
+def split_kinds(plan: MergePlan, kinds: Mapping[str, str]) -> MergePlan:
+    """Split every message that holds several kinds of gradients into one for each; predictions are dropped then.
+
+    Gradients of no known kind are left for the check of the plan against the model.
+
+    >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
+    >>> split_kinds(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
+    (('c',), ('d', 'b'), ('a',))
+    """
+    groups = []
+    for group in plan.groups:
+        parts: dict[str, list[str]] = {}
+        for name in group:
+            kind = kinds.get(name, "")
+            # In the order in which they are complete.
+            parts[kind] = [*parts.pop(kind, []), name]
+        groups += [tuple(part) for part in parts.values()]
+    return plan if len(groups) == plan.num_groups else replace(plan, groups=tuple(groups), predicted={})
+
+
+def _planner(strategy: str) -> Planner:
+    if strategy in ("naive", "ps"):
+        return plan_wfbp
+    if strategy.startswith("bucket-"):
+        try:
+            size_bytes = int(float(strategy.removeprefix("bucket-")) * 2**20)
+        except (ValueError, OverflowError):
+            size_bytes = 0
+        if size_bytes > 0:
+            # As torch does for a bucket_cap_mb that is given: the first bucket is no smaller.
+            return partial(plan_bucket, first_bucket_bytes=size_bytes, bucket_bytes=size_bytes)
+    if strategy not in PLANNERS:
+        raise StrategyError(
+            f"strategy {quote(strategy)} is unknown, expected one of {', '.join(STRATEGIES)}, bucket-N for N MiB, or "
+            "the path of a plan"
+        )
+    return PLANNERS[strategy]
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith(".json") or os.sep in text
+
+
+def _delayed(ddp_arguments: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, _ in ddp_arguments.get("delay_all_reduce_named_params") or ())
+
+
+def _guessed_trace(module: nn.Module, delayed: frozenset[str]) -> ModelTrace:
+    """Return a trace without times in which the last parameter is ready first."""
+    ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *delayed}
+    layers = [
+        LayerTrace(name, 0.0, parameter.nbytes)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    return ModelTrace(type(module).__name__, 0.0, tuple(reversed(layers)))
+
+
+def _sparse_names(module: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, one in module.named_modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+    }
+
+
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Return by name what must be equal within a message."""
+    sparse = _sparse_names(module)
+    return {
+        name: f"{parameter.dtype} {parameter.device}{f' sparse {name}' if name in sparse else ''}"
+        for name, parameter in module.named_parameters()
+    }
