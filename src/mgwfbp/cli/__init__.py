@@ -18,6 +18,7 @@ from mgwfbp.cli.paper import paper
 from mgwfbp.cli.plan import plan
 from mgwfbp.cli.simulate import simulate
 from mgwfbp.cli.traces import traces
+from mgwfbp.cli.train import train
 from mgwfbp.errors import MgwfbpError
 
 __all__ = ["app", "main"]
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, simulate, paper, traces, demo):
+for command in (compare, plan, cost, simulate, train, paper, traces, demo):
     app.command()(command)
 # What follows the program's name is its own, options too.
 app.command(context_settings={"allow_interspersed_args": False})(lab)

@@ -31,7 +31,7 @@ def evaluate(
     autocast_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Accuracy:
-    """Validate on every rank's share and add the shares up. All ranks of the group, which works on the CPU, must call it.
+    """Validate on every rank's share and add up. All ranks of the group, which works on the CPU, must call it.
 
     Labels of -1 do not count. ``module`` is the model itself: the number of batches may differ from rank to rank, so a
     forward pass must not wait for others.
