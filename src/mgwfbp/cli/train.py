@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-# How long workers that were told to stop have for the step at hand and a checkpoint.
-SHUTDOWN_S = 120
+# How long workers that were told to stop have for the step at hand and a checkpoint, unless --timeout is shorter; a
+# worker that hangs delays a restart by as much.
+SHUTDOWN_S = 60
 DEFAULTS = TrainConfig()
 
 _WHAT, _HOW, _WORKERS, _FILES = "What to train", "How", "Workers", "Files"
@@ -234,7 +235,9 @@ def _start(config: TrainConfig, folder: Path, *, resume: bool, max_restarts: int
     # The options again: of two --output the last one counts.
     command = [sys.executable, "-m", "mgwfbp", *sys.argv[1:], "--output", str(folder)]
     talk(f"{folder}: {config.workers} workers, {config.model} on {config.data}, strategy {config.strategy}")
-    stopped_by = launch(command, workers=config.workers, max_restarts=max_restarts, shutdown_s=SHUTDOWN_S)
+    stopped_by = launch(
+        command, workers=config.workers, max_restarts=max_restarts, shutdown_s=int(min(SHUTDOWN_S, config.timeout_s))
+    )
     again = f"go on with --resume --output {folder}"
     if stopped_by is not None and not (folder / "results.json").exists():
         if not (folder / INTERRUPTED).exists():

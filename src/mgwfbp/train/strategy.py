@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def wrap(
     more than two ranks another order of sums. One whose tuner had settled (``is_tuned``) is not tuned again.
     """
     on_gpu = next(module.parameters()).device.type == "cuda"
-    arguments = {"device_ids": [torch.cuda.current_device()]} if on_gpu else {}
+    arguments: dict[str, Any] = {"device_ids": [torch.cuda.current_device()]} if on_gpu else {}
     if plan_before is not None and (config.strategy in _PLANNED or is_tuned):
         plan = MergePlan.from_json(json.loads(plan_before))
         return Wrapped(parallel(module, plan, **arguments), None, None)
