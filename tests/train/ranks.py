@@ -68,12 +68,15 @@ class Ranks:
 
 
 @contextmanager
-def started(work: Callable[..., None], workers: int, scratch: Path, *arguments: object) -> Iterator[Ranks]:
+def started(
+    work: Callable[..., None], workers: int, scratch: Path, *arguments: object, timeout_s: float = 20.0
+) -> Iterator[Ranks]:
     """Run ``work(rank, *arguments)`` in a process group; whatever happens, nobody is left."""
     scratch.mkdir(parents=True, exist_ok=True)
     store = scratch / f"store-{time.monotonic_ns()}"
     processes = [
-        _context().Process(target=_main, args=(work, rank, workers, store, arguments)) for rank in range(workers)
+        _context().Process(target=_main, args=(work, rank, workers, store, timeout_s, arguments))
+        for rank in range(workers)
     ]
     for process in processes:
         process.start()
@@ -84,14 +87,16 @@ def started(work: Callable[..., None], workers: int, scratch: Path, *arguments: 
         ranks.kill()
 
 
-def _main(work: Callable[..., None], rank: int, workers: int, store: Path, arguments: tuple[object, ...]) -> None:
+def _main(
+    work: Callable[..., None], rank: int, workers: int, store: Path, timeout_s: float, arguments: tuple[object, ...]
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=workers,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=timeout_s),
     )
     work(rank, *arguments)
     dist.destroy_process_group()
@@ -145,6 +150,8 @@ def equal(a: object, b: object) -> bool:
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(equal, a, b))
     return a == b
 
 

@@ -1,7 +1,9 @@
 """Batches on the device, and what to do about samples that cannot be read."""
 
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ class Batches:
             pin_memory=device.type == "cuda",
             persistent_workers=loaders > 0,
             worker_init_fn=_outlive_signals,
-            multiprocessing_context="forkserver" if loaders else None,
+            multiprocessing_context=_context() if loaders else None,
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -67,6 +69,13 @@ class Batches:
                 self._on_skip(self._samples.describe_problem(index))
             if self._samples.augment and (labels < 0).any():
                 raise TrainError(f"{self._samples.describe_problem(index)}, nor are those that follow it")
+
+
+def _context() -> Any:
+    """Fork loaders off a process that has imported what they need: not off this one, which has threads by now."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mgwfbp.train.data", "torchvision"])
+    return context
 
 
 def _outlive_signals(_: int) -> None:

@@ -12,6 +12,7 @@ from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.images import ImageSamples
 from mgwfbp.train.models import usual_size
 from mgwfbp.train.sampler import Key
+from mgwfbp.train.seeds import mixed_seed
 from mgwfbp.units import quote
 
 __all__ = ["Data", "Sample", "Samples", "open_data"]
@@ -39,18 +40,18 @@ class Samples(Dataset[Sample]):
 class RandomSamples(Dataset[Sample]):
     """Random images that are made when they are asked for, the same ones every time; for speed, not for learning."""
 
-    def __init__(self, num_samples: int, num_classes: int, image_size: int, *, first_seed: int) -> None:
+    def __init__(self, num_samples: int, num_classes: int, image_size: int, *, seed: int) -> None:
         self._num_samples = num_samples
         self._num_classes = num_classes
         self._image_size = image_size
-        self._first_seed = first_seed
+        self._seed = seed
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, key: Key) -> Sample:
         _, index = key
-        generator = torch.Generator().manual_seed(self._first_seed + index)
+        generator = torch.Generator().manual_seed(mixed_seed(self._seed, index))
         image = torch.randn(3, self._image_size, self._image_size, generator=generator)
         return image, int(torch.randint(self._num_classes, (), generator=generator)), -1
 
@@ -71,10 +72,10 @@ def open_data(config: TrainConfig) -> Data:
     if config.data == "digits":
         data = _digits(size, channels=1 if config.model == "cnn" or ":" in config.model else 3)
     elif config.data == "synthetic":
-        # A fifth as many to validate on, with seeds of their own.
+        # A fifth as many to validate on, other ones.
         some = [
-            RandomSamples(count, config.num_classes, size, first_seed=first)
-            for count, first in ((config.num_samples, 0), (max(1, config.num_samples // 5), 2**40))
+            RandomSamples(count, config.num_classes, size, seed=seed)
+            for seed, count in enumerate((config.num_samples, max(1, config.num_samples // 5)))
         ]
         data = Data(some[0], some[1], config.num_classes, 3)
     else:

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from mgwfbp.errors import TrainError
 from mgwfbp.train.sampler import Key
+from mgwfbp.train.seeds import mixed_seed
 
 __all__ = ["ImageSamples"]
 
@@ -63,7 +64,7 @@ class ImageSamples(Dataset[tuple[Tensor, int, int]]):
         with Image.open(self._files[index][0]) as file:
             image = file.convert("RGB")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self._seed * 1_000_003 + epoch) * 1_000_003 + index)
+            torch.manual_seed(mixed_seed(self._seed, epoch, index))
             return self._transform(image)  # type: ignore[no-any-return]
 
     def describe_problem(self, index: int) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import Sampler
 
+from mgwfbp.train.seeds import mixed_seed
+
 __all__ = ["Key", "TrainBatches", "ValidBatches", "epoch_order"]
 
 # What a data set is asked for: the epoch, on which random crops depend, and the sample.
@@ -13,7 +15,7 @@ Key = tuple[int, int]
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> list[int]:
     """Return all samples in the order of one epoch, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator).tolist()
 
 

@@ -23,6 +23,7 @@ from mgwfbp.train.loop import Feed, Outlet, Trainer
 from mgwfbp.train.models import build_model
 from mgwfbp.train.rng import restore_rng, seed_rng
 from mgwfbp.train.sampler import TrainBatches, ValidBatches
+from mgwfbp.train.seeds import mixed_seed
 from mgwfbp.train.strategy import Wrapped, check_strategy, needs_measuring, wrap
 from mgwfbp.train.votes import StopVote
 from mgwfbp.train.watching import CommunicationWatch
@@ -110,7 +111,7 @@ def run_worker(
         trainer.restore(checkpoint)
         restore_rng(dict(checkpoint.rng[rank]), device)
     else:
-        seed_rng(config.seed * 1_000_003 + rank + 1)  # dropout and the like differ from rank to rank
+        seed_rng(mixed_seed(config.seed, rank))  # dropout and the like differ from rank to rank
     has_finished = trainer.run()
     watch.close()
     num_skipped = sum(int(said) for said in gather(str(trains_on.num_skipped + validates_on.num_skipped), group))

@@ -1,0 +1,162 @@
+"""``mgwfbp train`` as people and schedulers run it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mgwfbp import MergePlan, TrainingRun
+from mgwfbp.cli import run
+from tests.train.ranks import equal, logged_step, wait_until, weights
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--factory", "tests.train.models:tiny", "--strategy", "wfbp", "--log-steps", "1", "--no-tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--model", "resnet5O"], 1, "torchvision has no classification model 'resnet5O' (near: resnet50"),
+        (["--factory", "nowhere:model"], 1, "No module named 'nowhere'"),
+        (["--factory", "tests.train.models:not_a_model"], 1, "expected a torch.nn.Module"),
+        (["--factory", "tests.train.models"], 2, "expected package.module:function"),
+        (["--data", "/nowhere/at/all"], 1, "no data: '/nowhere/at/all' is no folder"),
+        (["--workers", "0"], 2, "--workers"),
+        (["--batch-size", "32", "--accumulation-steps", "5"], 2, "does not divide into 5 equal parts"),
+        (["--global-batch-size", "100", "--workers", "3"], 2, "100 samples does not divide among 3 workers"),
+        (["--global-batch-size", "100", "--batch-size", "50"], 2, "give one of them"),
+        (["--batch-size", "2000"], 1, "fewer than one batch of 2000"),
+        (["--strategy", "fastest"], 1, "strategy 'fastest' is unknown"),
+        (["--strategy", "no/plan.json"], 1, "no/plan.json: cannot be read"),
+        (["--strategy", "optimal"], 1, "there is 1; start more, or give --cost"),
+        (["--trace", "no-such-trace"], 1, "no-such-trace"),
+        (["--cost", "no-such-cost.json"], 1, "no-such-cost.json"),
+        (["--lr", "-1"], 2, "lr is -1.0"),
+        (["--label-smoothing", "1"], 2, "expected less than 1"),
+        (["--timeout", "0"], 2, "expected 1 second or more"),
+        (["--epochs", "0"], 2, "--epochs"),
+        (["--schedule", "linear"], 2, "'linear' is not one of"),
+        (["--autocast", "fp8"], 2, "'fp8' is not one of"),
+        (["--resume"], 2, "name the run's folder"),
+    ],
+)
+def test_bad_options_end_with_one_line_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    status: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", *options]) == status
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_another_model_and_a_folder_in_use_are_refused_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MergePlan("other", "by hand", (("a", "b"),)).save(tmp_path / "plan.json")
+    assert run(["train", "--strategy", str(tmp_path / "plan.json")]) == 1
+    assert "it was made for another model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert run(["train", "-o", str(tmp_path)]) == 1
+    assert "holds a run already: go on with it by --resume" in capsys.readouterr().err
+
+
+@contextmanager
+def training(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own; at the end neither it nor its workers are left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mgwfbp", "train", *SMALL, *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        for _ in range(100):
+            if not workers_in(options[options.index("-o") + 1]):
+                break
+            time.sleep(0.1)
+        for pid in workers_in(options[options.index("-o") + 1]):
+            os.kill(pid, signal.SIGKILL)
+
+
+def workers_in(folder: str) -> list[int]:
+    """The processes of a run: those whose command names its folder, the one that started the others first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if folder in words and "train" in words:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_worker_restarts_the_job_sigterm_saves_it_and_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    options = ["--workers", "2", "--epochs", "6", "--checkpoint-steps", "7"]
+    with training(*options, "-o", str(whole)) as process:
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+    assert "top-1" in out
+    assert "samples/s" in err
+    with training(*options, "-o", str(folder), "--max-restarts", "2") as process:
+        wait_until(lambda: logged_step(folder) >= 10, 100)
+        _, *workers = workers_in(str(folder))
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        wait_until(lambda: set(workers_in(str(folder))[1:]).isdisjoint(workers), 60)
+        wait_until(lambda: len(workers_in(str(folder))) == 3 and logged_step(folder) >= 30, 100)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert "going on after step" in err
+    assert "SIGTERM: the step was finished and saved; go on with --resume" in err
+    assert TrainingRun.load(folder).results is None
+    with training(*options, "-o", str(folder), "--resume") as process:
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+    assert TrainingRun.load(folder).results is not None
+    assert equal(weights(folder), weights(whole))
+
+
+@pytest.mark.timeout(120)
+def test_without_restarts_a_killed_worker_ends_the_job_with_one_line_and_workers_leave_with_their_launcher(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    with training("--workers", "2", "--epochs", "500", "-o", str(folder)) as process:
+        wait_until(lambda: logged_step(folder) >= 3, 100)
+        launcher, *workers = workers_in(str(folder))
+        assert launcher == process.pid
+        os.kill(workers[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+    assert "worker 0 was killed (SIGKILL); --resume goes on" in err
+    assert "Traceback" not in err
+    with training("--workers", "2", "--epochs", "500", "-o", str(folder), "--resume") as process:
+        wait_until(lambda: len(workers_in(str(folder))) == 3 and logged_step(folder) >= 10, 100)
+        process.kill()
+        process.communicate()
+        wait_until(lambda: not workers_in(str(folder)), 30)
+    assert weights(folder)["step"] >= 10
