@@ -168,7 +168,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     end = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 def python() -> list[str]:
