@@ -17,12 +17,15 @@ __all__ = ["agree_on_plan"]
 Groups = Sequence[Sequence[str]] | None  # of a plan; None where DDP's own buckets are wanted
 
 
-def agree_on_plan(prepare: Callable[[], MergePlan | None], group: dist.ProcessGroup | None = None) -> MergePlan | None:
+def agree_on_plan(
+    prepare: Callable[[], MergePlan | None], group: dist.ProcessGroup | None = None, *, tunes: bool = False
+) -> MergePlan | None:
     """Prepare a plan on every rank and compare; nobody gets one unless all have the same.
 
     ``prepare`` reads and checks this rank's plan and must not wait for others; None stands for DDP's own buckets.
     Where it fails on a rank, that rank raises what it met and the others name the rank. No rank's plan is taken for
     the others: ranks that were given different plans were started wrongly, and would mix up gradients of equal shape.
+    ``tunes`` says whether this rank means to tune, which it cannot do alone.
     """
     plan, problem, caught = None, "", None
     try:
@@ -30,14 +33,17 @@ def agree_on_plan(prepare: Callable[[], MergePlan | None], group: dist.ProcessGr
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem, caught = f"{type(error).__name__}: {first_line(error)}", error
     groups = None if plan is None else plan.groups
-    said = [json.loads(text) for text in gather(json.dumps([problem, fingerprint(groups)]), group)]
+    said = [json.loads(text) for text in gather(json.dumps([problem, fingerprint(groups), tunes]), group)]
     if caught is not None:
         raise caught
-    for rank, (other_problem, _) in enumerate(said):
+    for rank, (other_problem, _, _) in enumerate(said):
         if other_problem:
             raise PlanError(f"rank {rank} has no plan to run: {other_problem}")
-    if any(print_ != said[0][1] for _, print_ in said):
+    if any(print_ != said[0][1] for _, print_, _ in said):
         raise PlanError(describe_difference([json.loads(text) for text in gather(json.dumps(groups), group)]))
+    for rank, (_, _, others_tune) in enumerate(said):
+        if others_tune != said[0][2]:
+            raise PlanError(f"tune is {said[0][2]} on rank 0 and {others_tune} on rank {rank}; give all the same")
     return plan
 
 

@@ -14,22 +14,32 @@ buckets under one index, and a Reducer that has already rebuilt then shows a com
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as torch_distributed
 
 from mgwfbp.errors import PlanError
 
-__all__ = ["PlannableParallel", "drop_empty_hooks", "missing"]
+__all__ = [
+    "Listener",
+    "PlannableParallel",
+    "drop_empty_hooks",
+    "find_tensors",
+    "missing",
+    "when_backward_has_ended",
+]
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
+Listener = Callable[[int], Callable[[Any], None]]  # told the bytes of a message, returns who wants its future
 
 # What is used below, by owner. Newer settings (manual finalization, say) are looked for where they are used.
 _NEEDED = {
@@ -57,6 +67,8 @@ _NEEDED = {
     "Logger": ("_set_comm_hook_name", "_set_static_graph"),
     "GradBucket": ("parameters",),
     "torch.distributed": ("ProcessGroup", "_register_builtin_comm_hook", "_register_comm_hook"),
+    "torch.nn.parallel.distributed": ("_find_tensors",),
+    "torch.autograd.Variable": ("_execution_engine",),
     "torch._C._distributed_c10d": ("_create_work_from_future",),
 }
 
@@ -64,6 +76,9 @@ _NEEDED = {
 _c10d: Any = dist
 _StockReducer: Any = getattr(dist, "Reducer", object)
 _StockGroup: Any = getattr(dist, "ProcessGroup", object)
+
+# Where torch keeps the hooks that treat every bucket alike.
+STATELESS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 # One at a time: two threads that put a name aside and back would leave each other's there.
 _LOCK = threading.Lock()
@@ -81,6 +96,8 @@ def missing() -> tuple[str, ...]:
         "Logger": getattr(dist, "Logger", None),
         "GradBucket": getattr(dist, "GradBucket", None),
         "torch.distributed": dist,
+        "torch.nn.parallel.distributed": torch_distributed,
+        "torch.autograd.Variable": Variable,
         "torch._C._distributed_c10d": getattr(torch._C, "_distributed_c10d", None),
     }
     names = [f"{owner}.{name}" for owner, needed in _NEEDED.items() for name in needed if not _has(owners[owner], name)]
@@ -134,6 +151,42 @@ class _Script(_StockGroup):  # type: ignore[misc]
         return "script"
 
 
+class _Overheard(_StockGroup):  # type: ignore[misc]
+    """The process group of a Reducer, with a listener at its all-reduces."""
+
+    def __init__(self, group: Any, listener: Listener) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group, self._listener = group, listener
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send, and tell the listener."""
+        follow = self._listener(sum(tensor.nbytes for tensor in tensors))
+        work = self._group.allreduce(tensors, *options)
+        follow(work.get_future())
+        return work
+
+    def broadcast(self, *arguments: Any) -> Any:
+        """Send: it is no message of a step."""
+        return self._group.broadcast(*arguments)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Say what the real group says."""
+        return str(self._group.name())
+
+
+def _overheard(hook: Any, listener: Listener) -> Any:
+    """Return a communication hook with a listener at it."""
+
+    @wraps(hook)
+    def told(state: object, bucket: Any) -> Any:
+        follow = listener(bucket.buffer().nbytes)
+        future = hook(state, bucket)
+        follow(future)
+        return future
+
+    return told
+
+
 class PlannedReducer(_StockReducer):  # type: ignore[misc]
     """A Reducer that gets the plan's buckets at birth and again whenever torch would make its own."""
 
@@ -181,6 +234,22 @@ def drop_empty_hooks(parameter: Tensor) -> None:
         parameter._backward_hooks = None
 
 
+def find_tensors(output: object) -> Iterable[Tensor]:
+    """Walk over the tensors in what a model returned, as DDP itself does."""
+    found: Iterable[Tensor] = torch_distributed._find_tensors(output)
+    return found
+
+
+def when_backward_has_ended(callback: Callable[[], None]) -> None:
+    """Call back at the end of the backward pass that is under way, once the Reducer has averaged its gradients.
+
+    Autograd calls what was queued in the order in which it was, and the Reducer queues its own end with its last
+    gradient: what is queued by then comes after it.
+    """
+    queue = Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
 @contextmanager
 def _planned_reducers(parameters: list[nn.Parameter], buckets: Buckets) -> Iterator[None]:
     """Let the Reducer that is made of exactly this list of parameters be one that holds these buckets."""
@@ -205,6 +274,8 @@ class PlannableParallel(DistributedDataParallel):
 
     _builtin_hook: Any = None
     _sample_rate: int | None = None
+    _listener: Listener | None = None
+    _connected: Any = None  # the process group of the Reducer while somebody listens; C++ alone would not keep it
 
     def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
         """Do what must be done once parameters are known and before ranks exchange anything; nothing by default."""
@@ -228,6 +299,35 @@ class PlannableParallel(DistributedDataParallel):
         """Whether this runs inside ``with model.join():``."""
         return bool(self._join_config.enable)
 
+    @property
+    def synchronises(self) -> bool:
+        """Whether gradients of a forward pass that began now would be averaged, by all ranks alike."""
+        return torch.is_grad_enabled() and self.require_backward_grad_sync and not self.in_join
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a communication hook sends the gradients."""
+        return bool(self._comm_hooks) or self._builtin_hook is not None
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the Reducer has the buckets it will keep."""
+        return bool(self._has_rebuilt_buckets) or (self.find_unused_parameters and not self.static_graph)
+
+    @property
+    def unfit_for_tuning(self) -> str:
+        """Why buckets must not be changed during training; empty where they may."""
+        if getattr(self, "_require_manual_backward_finalization", False):  # torch 2.15
+            return "the end of a backward pass is finalized by hand"
+        for hook, _ in self._comm_hooks:
+            name = getattr(hook, "__qualname__", repr(hook))
+            if getattr(hook, "__module__", "") != STATELESS_HOOKS or "<locals>" in name:  # a wrapper of any other
+                return f"the communication hook {name} may keep state per bucket"
+        compiled = [one for one in self.module.modules() if getattr(one, "_compiled_call_impl", None) is not None]
+        if compiled or hasattr(self.module, "_orig_mod") or self._compiled_call_impl is not None:
+            return "the model is compiled, and every change of buckets would compile it again"
+        return ""
+
     def check_finished(self) -> None:
         """Raise where a backward pass has begun and its reduction has not ended."""
         try:
@@ -243,6 +343,30 @@ class PlannableParallel(DistributedDataParallel):
         parameters, sparse = super()._build_params_for_reducer()
         return parameters, sparse
 
+    def held_buckets(self) -> Buckets:
+        """Return the buckets that the Reducer says it holds; torch cannot say it of sparse gradients."""
+        places = {id(parameter): index for index, parameter in enumerate(self.reducible()[0])}
+        return [
+            [places[id(parameter)] for parameter in bucket.parameters()]
+            for bucket in self.reducer._get_zeros_like_grad_buckets()
+        ]
+
+    def overhear(self, listener: Listener | None) -> None:
+        """Tell a listener of every message from now on, or with None nobody. Only between steps."""
+        self._listener = listener
+        if self.has_hooks:
+            self.rebuild_reducer()  # which is told its hooks only once
+        else:
+            self._connect()
+
+    def _connect(self) -> None:
+        if self._listener is not None:
+            self._connected = _Overheard(self.process_group, self._listener)
+            self.reducer._update_process_group(self._connected)
+        elif self._connected is not None:
+            self.reducer._update_process_group(self.process_group)
+            self._connected = None
+
     def check_held(self) -> None:
         """Raise unless the Reducer says that it holds exactly the wanted buckets."""
         parameters, sparse = self.reducible()
@@ -255,12 +379,7 @@ class PlannableParallel(DistributedDataParallel):
             expected: object = ", ".join(str(sum(parameters[index].nbytes for index in bucket)) for bucket in wanted)
             held = self._get_ddp_logging_data()["bucket_sizes"]
         else:
-            places = {id(parameter): index for index, parameter in enumerate(parameters)}
-            expected = wanted
-            held = [
-                [places[id(parameter)] for parameter in bucket.parameters()]
-                for bucket in self.reducer._get_zeros_like_grad_buckets()
-            ]
+            expected, held = wanted, self.held_buckets()
         if held != expected:
             raise PlanError(
                 f"torch {torch.__version__} holds other buckets than the plan's; train without plan= and report this"
@@ -286,9 +405,11 @@ class PlannableParallel(DistributedDataParallel):
         logger: Any = self.logger
         if self.mixed_precision is not None:
             reducer._set_mixed_precision_param_dtype(self.mixed_precision.param_dtype)
+        self._connect()
         for hook, state in self._comm_hooks:
             logger._set_comm_hook_name(hook.__qualname__)
-            _c10d._register_comm_hook(reducer, state, hook)
+            heard = hook if self._listener is None else _overheard(hook, self._listener)
+            _c10d._register_comm_hook(reducer, state, heard)
         if self._builtin_hook is not None:
             super()._register_builtin_comm_hook(self._builtin_hook)
         if self._sample_rate is not None:

@@ -1,0 +1,111 @@
+"""Moments of a training step, noted without making anything wait: `HostMoments`, `CudaMoments`."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaMoments", "HostMoments", "Moment", "Moments", "moments_of"]
+
+Moment = Any  # what a clock hands out: seconds of the host, or an event in a stream of a GPU
+
+
+class Moments(Protocol):
+    """A clock whose moments are read only when all of them have come."""
+
+    def now(self) -> Moment:
+        """Return the present moment of the computation."""
+
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+
+    def wait(self) -> None:
+        """Wait until every moment handed out so far has come."""
+
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one moment to another."""
+
+    def forget(self) -> None:
+        """Take all moments back: they will not be read any more."""
+
+
+class HostMoments:
+    """For work that runs on the host."""
+
+    def now(self) -> Moment:
+        """Return the present moment."""
+        return time.perf_counter()
+
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+        future.add_done_callback(lambda _: note(self.now()))
+
+    def wait(self) -> None:
+        """Return at once: the present moment has come."""
+
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one moment to another."""
+        return float(second - first)
+
+    def forget(self) -> None:
+        """Keep nothing, so there is nothing to take back."""
+
+
+class CudaMoments:
+    """For work that runs on a GPU: events in the stream that gets there; read only after one synchronise.
+
+    The future of an nccl message is done as soon as the message is queued, and a stream that waits for it waits for the
+    message: an event behind that is its arrival. It must be a stream of our own and of high priority. In those that
+    torch lends to callbacks the wait stands in the same hardware queue as later kernels of the backward pass, and
+    these wait too: a step of GoogLeNet took 20 % longer when observed so.
+    Other backends complete a future when the message has arrived, and an event in an idle stream is that moment.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._aside = torch.cuda.Stream(device, priority=-1)
+        self._free: list[torch.cuda.Event] = []
+        self._used: list[torch.cuda.Event] = []
+
+    def now(self) -> Moment:
+        """Return the moment at which the current stream gets here."""
+        event = self._event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+        if not future.done():
+            future.add_done_callback(lambda _: note(self._aside_now()))
+            return
+        with torch.cuda.stream(self._aside):
+            future.wait()
+            note(self._aside_now())
+
+    def _aside_now(self) -> Moment:
+        event = self._event()
+        event.record(self._aside)
+        return event
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize(self._device)
+
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one moment to another."""
+        return float(first.elapsed_time(second) * 1e-3)
+
+    def forget(self) -> None:
+        """Use the events again."""
+        self._free, self._used = self._free + self._used, []
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        self._used.append(event)
+        return event
+
+
+def moments_of(device: torch.device) -> Moments:
+    """Return the clock for a model on this device."""
+    return CudaMoments(device) if device.type == "cuda" else HostMoments()

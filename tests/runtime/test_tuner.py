@@ -1,0 +1,175 @@
+"""The tuner and the observer, on real processes, beside torch's own DDP."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgwfbp import PiecewiseCost
+from mgwfbp.runtime.load import LEAST, MOST, cost_under_load
+from tests.runtime.launch import run_ranks
+
+RANKS = "tests.runtime.tuner_ranks"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Models that were tuned to the end at 2 ranks."""
+    return run_ranks(RANKS, "whole", tmp_path_factory.mktemp("whole"), 2)
+
+
+def test_while_it_tunes_losses_of_30_steps_are_those_of_stock_ddp(tmp_path: Path) -> None:
+    # At 2 ranks a sum of two numbers does not depend on the bucket it travels in: bitwise, no tolerance.
+    for found in run_ranks(RANKS, "curves", tmp_path, 2):
+        for name in ("resnet18", "transformer"):
+            assert found[name]["ours"] == found[name]["stock"]
+            assert len(set(found[name]["ours"])) == 30
+            assert found[name]["tuning"].startswith("Tuning(working, step 30: ")
+            assert found[name]["plan"] != "None"  # some plan is in force by then
+
+
+def test_tuning_ends_on_all_ranks_with_the_same_plan_and_changes_nothing_that_is_computed(whole: list[Any]) -> None:
+    for name, mine in whole[0].items():
+        for found in (one[name] for one in whole):
+            assert (found["same losses"], found["same parameters"]) == (True, True), name
+            assert (found["state"], found["plan"]) == ("settled", mine["plan"]), name
+            assert found["steps"] <= 110
+            assert found["plan"] == found["chosen"] == found["held"]
+
+
+def test_the_fastest_measured_candidate_is_kept_and_torchs_own_buckets_take_part(whole: list[Any]) -> None:
+    assert len(whole[0]["wide"]["candidates"]) >= 2
+    for found in whole[0].values():
+        times = dict(found["candidates"])
+        assert "ddp" in times
+        chosen = found["candidates"][0][0]
+        assert times[chosen] <= times["ddp"]
+
+
+def test_one_record_of_rank_0_says_what_was_found(whole: list[Any]) -> None:
+    first, second = whole
+    for found in first.values():
+        (record,) = found["records"]
+        assert record.startswith("Tuning(settled after ")
+        assert " a step, was " in record
+    assert all(found["records"] == [] for found in second.values())
+
+
+def test_a_settled_model_has_nothing_left_on_it(whole: list[Any]) -> None:
+    assert [found["left"] for rank in whole for found in rank.values()] == [[]] * 14
+
+
+def test_steps_that_average_nothing_do_not_count_and_confuse_nobody(tmp_path: Path) -> None:
+    first, second = run_ranks(RANKS, "odd_steps", tmp_path, 2)
+    for found in (first, second):
+        assert found["same"] is True
+        assert found["under join"] == 0
+        assert found["state"] == "settled"
+    assert (first["steps"], first["plan"]) == (second["steps"], second["plan"])
+
+
+def test_what_cannot_be_tuned_says_why(tmp_path: Path) -> None:
+    for found in run_ranks(RANKS, "refusals", tmp_path, 2):
+        assert found["stateful hook"] == [
+            "off",
+            "the communication hook powerSGD_hook may keep state per bucket",
+            [],
+        ]
+        assert found["sparse"] == ["off", "gradients are sparse, and as large as each batch makes them"]
+        assert found["off"] == ["off", "tune=False"]
+        assert found["given"] == ["off", "a plan was given"]
+        assert found["alone"] == ["off", "there is one rank, and nothing to send"]
+        assert found["by hand"] == ["off", "a plan was set by hand", True, []]
+        assert found["different"] == "tune is True on rank 0 and False on rank 1; give all the same"
+
+
+def test_a_copy_on_one_rank_in_the_middle_disturbs_nobody_and_begins_anew(tmp_path: Path) -> None:
+    first, second = run_ranks(RANKS, "copies", tmp_path, 2)
+    assert first["copy"] == ["working", 0, True]
+    for found in (first, second):
+        assert (found["before"], found["state"]) == (13, "settled")
+        assert found["settled copy"][:2] == [True, "settled"]
+
+
+def test_the_observer_sees_the_messages_of_the_plan_each_after_its_gradients_and_in_turn(tmp_path: Path) -> None:
+    for found in run_ranks(RANKS, "observed", tmp_path, 2):
+        assert found.pop("nothing").startswith("nothing was observed: no step whose gradients were averaged")
+        assert found.pop("while tuning").startswith("the tuner is at work (warming up): observe when it has ended")
+        assert len(found) == 7
+        for name, seen in found.items():
+            assert seen["steps"] == 3, name
+            assert seen["messages"], name
+            assert seen["after their gradients"], name
+            assert seen["in turn"], name
+            assert seen["layers"], name
+            assert seen["predicted messages"] == seen["measured messages"] > 0, name
+            assert seen["left"] in ([], ["_forward_pre_hooks"]), name
+
+
+@pytest.mark.parametrize("last_step", [3, 14, 60])
+def test_where_a_rank_is_killed_while_the_tuner_works_the_others_end_with_an_error(
+    tmp_path: Path, last_step: int
+) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", RANKS, "killed", str(tmp_path)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "OMP_NUM_THREADS": "1",
+                "TEST_LAST_STEP": str(last_step),
+            },
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found = json.loads((tmp_path / "rank0.json").read_text())
+    assert found["told"]
+    assert not (tmp_path / "rank1.json").exists()
+
+
+curves = st.lists(
+    st.tuples(st.integers(1, 10**8), st.floats(1e-6, 1.0)), min_size=2, max_size=8, unique_by=lambda p: p[0]
+)
+sightings = st.dictionaries(st.integers(1, 10**8), st.lists(st.floats(0.0, 10.0), min_size=1, max_size=5), max_size=8)
+
+
+@given(curves, sightings)
+def test_a_cost_under_load_never_falls_and_stays_within_bounds_of_the_sweep(
+    curve: list[tuple[int, float]], seen: dict[int, list[float]]
+) -> None:
+    sizes = sorted(size for size, _ in curve)
+    swept = PiecewiseCost(2, tuple(zip(sizes, sorted(time for _, time in curve), strict=True)))
+    loaded = cost_under_load(swept, seen)
+    times = [loaded(size) for size in range(0, sizes[-1], max(1, sizes[-1] // 100))]
+    assert times == sorted(times)
+    for size in sizes:
+        assert loaded(size) >= LEAST * swept(sizes[0]) * 0.5
+        assert loaded(size) <= MOST * swept(size) * 2
+
+
+@given(curves, sightings, st.floats(1.1, 4.0))
+def test_a_network_that_is_slower_throughout_gives_a_cost_that_is(
+    curve: list[tuple[int, float]], seen: dict[int, list[float]], factor: float
+) -> None:
+    sizes = sorted(size for size, _ in curve)
+    times = sorted(time for _, time in curve)
+    swept = PiecewiseCost(2, tuple(zip(sizes, times, strict=True)))
+    slower = PiecewiseCost(2, tuple(zip(sizes, (factor * time for time in times), strict=True)))
+    all_slower = {size: [factor * time for time in some] for size, some in seen.items()}
+    both = cost_under_load(swept, seen), cost_under_load(slower, all_slower)
+    assert all(both[1](size) == pytest.approx(factor * both[0](size), rel=1e-2) for size in sizes)

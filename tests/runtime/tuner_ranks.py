@@ -1,0 +1,343 @@
+"""What one rank does in the tests of the tuner: ``python -m tests.runtime.tuner_ranks SCENARIO FOLDER``."""
+
+import copy
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
+from tests.runtime.launch import be_rank
+from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
+
+ENOUGH_STEPS = 130
+
+
+class Transformer(nn.Module):
+    """A small language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(x)))  # type: ignore[no-any-return]
+
+
+class Wide(nn.Sequential):
+    """3 MB of gradients, which torch sends as two messages."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 256), *(nn.Linear(256, 256) for _ in range(11)), nn.Linear(256, 3))
+
+
+def resnet18() -> nn.Module:
+    from torchvision.models import resnet18
+
+    return resnet18(num_classes=10)  # type: ignore[no-any-return]
+
+
+def images(step: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randn(2, 3, 32, 32, generator=chance), torch.randint(10, (2,), generator=chance)
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    text = torch.randint(50, (2, 9), generator=chance)
+    return text[:, :-1], text[:, 1:]
+
+
+def vectors(step: int) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randn(4, 6, generator=chance), torch.randint(3, (4,), generator=chance)
+
+
+def train(
+    model: nn.Module, batches: Callable[[int], tuple[Tensor, Tensor]], steps: int, *, first: int = 0
+) -> list[float]:
+    """Train for some steps and return their losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(first, first + steps):
+        inputs, labels = batches(step)
+        output = model(inputs)
+        loss = nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def curves(_: Path) -> dict[str, Any]:
+    """Losses of 30 steps with torch's class and with ours while it tunes."""
+    result: dict[str, Any] = {}
+    for name, make, batches in (("resnet18", resnet18, images), ("transformer", Transformer, tokens)):
+        losses = []
+        for wrapper in (StockDdp, DistributedDataParallel):
+            torch.manual_seed(1)
+            model = wrapper(make())
+            losses.append(train(model, batches, 30))
+        result[name] = {"stock": losses[0], "ours": losses[1], "tuning": repr(model.tuning), "plan": repr(model.plan)}
+    return result
+
+
+def whole(_: Path) -> dict[str, Any]:
+    """Tune to the end in several ways, beside stock DDP, and look at what is left on the model."""
+    ways: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
+        "plain": (Mlp, {}, None),
+        "wide": (Wide, {}, None),
+        "views": (Mlp, {"gradient_as_bucket_view": True}, None),
+        "static": (Mlp, {"static_graph": True}, None),
+        "unused": (lambda: Shared(unused=True), {"find_unused_parameters": True}, None),
+        "dtypes": (Dtypes, {}, None),
+        "hook": (Mlp, {}, default_hooks.fp16_compress_hook),
+    }
+    return {name: _tuned(*way) for name, way in ways.items()}
+
+
+def _tuned(make: Callable[[], nn.Module], arguments: dict[str, Any], hook: Any) -> dict[str, Any]:
+    models: list[Any] = []
+    for wrapper in (StockDdp, DistributedDataParallel):
+        torch.manual_seed(1)
+        model: Any = wrapper(make(), **arguments)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        models.append(model)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mgwfbp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    losses = [train(model, vectors, ENOUGH_STEPS) for model in models]
+    logger.removeHandler(handler)
+    stock, ours = models
+    tuning = ours.tuning
+    return {
+        "same losses": losses[0] == losses[1],
+        "same parameters": all(torch.equal(a, b) for a, b in zip(stock.parameters(), ours.parameters(), strict=True)),
+        "state": tuning.state,
+        "steps": tuning.steps,
+        "reason": tuning.reason,
+        "plan": [list(group) for group in ours.plan.groups],
+        "chosen": [list(group) for group in tuning.plan.groups] if tuning.plan else None,
+        "candidates": [(one.name, one.step_s) for one in tuning.candidates],
+        "held": [[ours._names(ours.reducible()[0])[i] for i in bucket] for bucket in ours.held_buckets()],
+        "records": records,
+        "json": tuning.to_json()["format"],
+        "left": left_on(ours),
+    }
+
+
+def left_on(model: Any) -> list[str]:
+    """Name everything that a watch could have left behind."""
+    left = [name for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(model, name)]
+    left += [name for name, one in model.named_parameters() if one._backward_hooks is not None]
+    left += [name for name, one in model.named_parameters() if one._post_accumulate_grad_hooks]
+    left += [name for name in ("_connected", "_listener", "_tuner") if getattr(model, name) is not None]
+    return left
+
+
+def odd_steps(_: Path) -> dict[str, Any]:
+    """Steps that must not count, some of them on one rank only, among those that do."""
+    torch.manual_seed(1)
+    stock, ours = StockDdp(Mlp()), DistributedDataParallel(Mlp())
+    ours.load_state_dict(stock.state_dict())
+    rank = dist.get_rank()
+    for step in range(ENOUGH_STEPS):
+        for model in (stock, ours):
+            inputs, _labels = vectors(step)
+            if step % 3 == 0:
+                with model.no_sync():
+                    model(inputs).square().sum().backward()
+            if step % 4 == 1:
+                model.eval()
+                with torch.no_grad():
+                    model(inputs)
+                model.train()
+            if step % 5 == 2:
+                model(inputs)  # and no backward pass
+            if step % 7 == 3 and rank == 0:
+                with torch.no_grad():
+                    model.module(inputs)
+            model(inputs).square().sum().backward()
+            if step == 20:
+                counted = ours.tuning.steps
+                with model.join():
+                    for _again in range(1 + rank):
+                        model(inputs).square().sum().backward()
+                under_join = ours.tuning.steps - counted
+                model._join_config = type(model._join_config).construct_disabled_join_config()
+    return {
+        "same": all(torch.equal(a.grad, b.grad) for a, b in zip(stock.parameters(), ours.parameters(), strict=True)),  # type: ignore[arg-type]
+        "under join": under_join,
+        "state": ours.tuning.state,
+        "steps": ours.tuning.steps,
+        "plan": [list(group) for group in ours.plan.groups] if ours.plan else None,
+    }
+
+
+def refusals(folder: Path) -> dict[str, Any]:
+    """Models that are not tuned, and what they say."""
+    rank = dist.get_rank()
+    result: dict[str, Any] = {}
+    powered = DistributedDataParallel(Mlp())
+    powered.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    train(powered, vectors, 8)
+    result["stateful hook"] = [powered.tuning.state, powered.tuning.reason, left_on(powered)]
+    result["sparse"] = [(tuning := DistributedDataParallel(Sparse()).tuning).state, tuning.reason]
+    result["off"] = [(tuning := DistributedDataParallel(Mlp(), tune=False).tuning).state, tuning.reason]
+    plan = make_plan(Mlp(), 3)
+    result["given"] = [(tuning := DistributedDataParallel(Mlp(), plan=plan).tuning).state, tuning.reason]
+    alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    result["alone"] = [(tuning := DistributedDataParallel(Mlp(), process_group=alone).tuning).state, tuning.reason]
+    by_hand = DistributedDataParallel(Mlp())
+    train(by_hand, vectors, 14)
+    by_hand.replan(plan)
+    train(by_hand, vectors, 3)
+    result["by hand"] = [by_hand.tuning.state, by_hand.tuning.reason, by_hand.plan == plan, left_on(by_hand)]
+    try:
+        DistributedDataParallel(Mlp(), tune=rank == 0)
+    except MgwfbpError as error:
+        result["different"] = str(error)
+    return result
+
+
+def copies(_: Path) -> dict[str, Any]:
+    """A copy of a model that is being tuned, made on one rank alone, disturbs nobody."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Mlp())
+    train(model, vectors, 13)
+    before = model.tuning.steps
+    copied = copy.deepcopy(model) if dist.get_rank() == 0 else None
+    train(model, vectors, ENOUGH_STEPS)
+    found: dict[str, Any] = {"before": before, "state": model.tuning.state}
+    settled = copy.deepcopy(model)
+    found["settled copy"] = [settled.plan == model.plan, settled.tuning.state, left_on(settled)[:1]]
+    if copied is not None:
+        found["copy"] = [copied.tuning.state, copied.tuning.steps, copied.plan is None]
+    return found
+
+
+def observed(_: Path) -> dict[str, Any]:
+    """What the observer sees, in several ways to use DDP."""
+    hooks: dict[str, Any] = {"python hook": default_hooks.fp16_compress_hook}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+        "python hook": {},
+        "builtin hook": {},
+    }
+    result: dict[str, Any] = {}
+    for name, arguments in ways.items():
+        module = Shared(unused=True) if name == "unused" else Mlp()
+        plan = make_plan(module, 3)
+        model = DistributedDataParallel(module, plan=plan, **arguments)
+        if name in hooks:
+            model.register_comm_hook(None, hooks[name])
+        if name == "builtin hook":
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # type: ignore[attr-defined]
+        result[name] = _seen(model, plan)
+    stock = DistributedDataParallel(Mlp(), tune=False)
+    train(stock, vectors, 2)
+    result["torch's own"] = _seen(stock, None)
+    model = DistributedDataParallel(Mlp(), plan=make_plan(Mlp(), 3))
+    with model.observe() as nothing, torch.no_grad():
+        model(torch.ones(4, 6))
+    result["nothing"] = _told(lambda: nothing.timeline)
+    tuned = DistributedDataParallel(Mlp())
+    result["while tuning"] = _told(lambda: tuned.observe().__enter__())
+    return result
+
+
+def _told(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except MgwfbpError as error:
+        return str(error)
+    return ""
+
+
+def _seen(model: DistributedDataParallel, plan: MergePlan | None) -> dict[str, Any]:
+    from mgwfbp import LinearCost
+
+    cost = LinearCost(dist.get_world_size(), 1e-4, 1e-9)
+    with model.observe(steps=3, predict_with=(None, cost)) as seen:
+        train(model, vectors, 1)
+        with torch.no_grad():
+            model(torch.ones(4, 6))
+        with model.no_sync():
+            model(torch.ones(4, 6)).sum().backward()
+        train(model, vectors, 6)
+    groups = plan.groups if plan is not None else None
+    sizes = {name: parameter.nbytes for name, parameter in model.module.named_parameters()}
+    found = [
+        all(
+            message.layers == group and message.num_bytes == sum(sizes[name] for name in group)
+            for message, group in zip(timeline.messages, groups or (m.layers for m in timeline.messages), strict=True)
+        )
+        for timeline in seen.timelines
+    ]
+    ready = [
+        message.ready_s >= max(span.end_s for span in timeline.backward if span.layers[0] in message.layers)
+        for timeline in seen.timelines
+        for message in timeline.messages
+    ]
+    in_turn = [
+        second.start_s >= first.end_s
+        for timeline in seen.timelines
+        for first, second in zip(timeline.messages, timeline.messages[1:], strict=False)
+    ]
+    return {
+        "steps": len(seen.timelines),
+        "messages": all(found),
+        "after their gradients": all(ready),
+        "in turn": all(in_turn),
+        "layers": len(seen.trace.layers) == sum(len(message.layers) for message in seen.timeline.messages),
+        "predicted messages": len(seen.predicted.messages) if seen.predicted else 0,
+        "measured messages": len(seen.timeline.messages),
+        "left": left_on(model),
+    }
+
+
+def killed(_: Path) -> dict[str, Any]:
+    """Rank 1 dies while the tuner works: before, in the middle and late, as the environment says."""
+    model = DistributedDataParallel(Mlp())
+    last = int(os.environ["TEST_LAST_STEP"])
+    try:
+        for step in range(ENOUGH_STEPS):
+            if dist.get_rank() == 1 and step == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, vectors, 1, first=step)
+    except (RuntimeError, dist.DistError) as error:
+        return {"state": model.tuning.state, "told": type(error).__name__}
+    return {"state": model.tuning.state, "told": ""}
+
+
+SCENARIOS = {
+    "copies": copies,
+    "curves": curves,
+    "killed": killed,
+    "observed": observed,
+    "odd_steps": odd_steps,
+    "refusals": refusals,
+    "whole": whole,
+}
+
+if __name__ == "__main__":
+    be_rank(SCENARIOS)
