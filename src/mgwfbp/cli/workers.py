@@ -86,6 +86,8 @@ def process_group(device_type: str, backend: str | None, *, timeout_s: float = T
     import torch
     import torch.distributed as dist
 
+    from mgwfbp.runtime import gloo
+
     chosen = backend or ("nccl" if device_type == "cuda" else "gloo")
     if not dist.is_backend_available(chosen):
         raise MeasureError(f"this torch has no backend {chosen!r}")
@@ -94,8 +96,11 @@ def process_group(device_type: str, backend: str | None, *, timeout_s: float = T
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     try:
-        # nccl would guess the device from the rank, and warn.
-        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s), device_id=device)
+        if chosen == "gloo":
+            gloo.init_process_group(timeout=timedelta(seconds=timeout_s), device_id=device)
+        else:
+            # nccl would guess the device from the rank, and warn.
+            dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s), device_id=device)
     except (RuntimeError, ValueError) as error:
         raise MeasureError(f"the workers did not find one another: {str(error).partition(chr(10))[0]}") from error
     try:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from mgwfbp.runtime.gloo import group_timeout
+
 __all__ = ["NaiveSgd", "ParameterServers", "assign_owners", "push_and_pull", "send_after_backward"]
 
 
@@ -122,8 +124,10 @@ class ParameterServers:
         self._owners = dict(owners)  # a rank in the group, by the id of the parameter
         self.size = group.size()
         backend, ranks = dist.get_backend(group), dist.get_process_group_ranks(group)
+        device = torch.device("cuda" if backend == "nccl" else "cpu")
+        timeout = group_timeout(group, device)  # that of a new group would be half an hour
         groups = [
-            dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
             for _ in range(1 if backend == "nccl" else self.size)
         ]
         self._queues = [_Queue(one) for one in groups if isinstance(one, dist.ProcessGroup)]  # we are in all of them

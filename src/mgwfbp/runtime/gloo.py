@@ -1,0 +1,94 @@
+"""gloo with one worker thread, so that messages queue as the model assumes; its private names of torch are here.
+
+Torch's gloo has two threads: two messages are in flight, share the link, and the later may overtake the earlier. The
+model, like nccl, sends one message after another. Torch passes no options on to gloo, so a backend is registered that
+does; groups that are made later (``dist.new_group``) are of the same kind.
+
+[Note: the end of a process]
+A finished message keeps a Python object, and gloo's thread may be the last to hold the message, so that it waits for
+the interpreter's lock. If the process ends meanwhile, Python (before 3.14) ends it inside a C++ destructor, and
+the process aborts with "terminate called without an active exception" after all its work is done. It takes a group
+that outlives ``destroy_process_group`` because a model still holds it: about 7 of 100 ranks of torch's own DDP on a
+busy machine. A moment without the lock, right before the end, is enough for gloo's threads.
+"""
+
+import atexit
+import os
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ONE_THREAD", "group_timeout", "init_process_group", "missing"]
+
+# What dist.get_backend() calls it.
+ONE_THREAD = "gloo_one_thread"
+
+_c10d: Any = dist.distributed_c10d
+
+
+def init_process_group(*, timeout: timedelta | None = None, **arguments: Any) -> None:
+    """Join the other ranks as ``dist.init_process_group("gloo", ...)`` does, over gloo with one worker thread.
+
+    Where this torch cannot, a warning says why and gloo is torch's own.
+    """
+    if absent := missing():
+        warnings.warn(
+            f"gloo has two worker threads, so that messages may overtake: torch {torch.__version__} lacks "
+            f"{', '.join(absent)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        dist.init_process_group("gloo", timeout=timeout, **arguments)
+        return
+    if ONE_THREAD not in dist.Backend.backend_list:
+        dist.Backend.register_backend(ONE_THREAD, _create, extended_api=True, devices=["cpu", "cuda"])
+        # To everything in torch that asks for the kind of a backend and not for its name it is gloo.
+        dist.Backend.backend_type_map[ONE_THREAD] = dist.Backend.backend_type_map["gloo"]
+        atexit.register(time.sleep, 0.05)  # [Note: the end of a process]
+    dist.init_process_group(ONE_THREAD, timeout=timeout, **arguments)
+
+
+def missing() -> tuple[str, ...]:
+    """Name what this torch lacks for gloo with one thread; empty where it has it."""
+    gloo = getattr(_c10d, "ProcessGroupGloo", None)
+    names = [f"ProcessGroupGloo.{name}" for name in ("create_device", "create_default_device") if not _has(gloo, name)]
+    if not names and not all(_has(_options_class(gloo), name) for name in ("_devices", "_threads", "_timeout")):
+        names.append("ProcessGroupGloo.Options with devices, threads and a timeout")
+    backend = getattr(dist, "Backend", None)
+    needed = ("backend_list", "backend_type_map", "register_backend")
+    return (*names, *(f"Backend.{name}" for name in needed if not _has(backend, name)))
+
+
+def _has(owner: object, name: str) -> bool:
+    return owner is not None and hasattr(owner, name)
+
+
+def _options_class(gloo: Any) -> Any:
+    return getattr(gloo, "_Options", None) or getattr(gloo, "Options", None)
+
+
+def _create(given: Any, _: object) -> Any:
+    """Make a group as torch does, but for the number of threads."""
+    gloo = _c10d.ProcessGroupGloo
+    options = _options_class(gloo)()
+    options._timeout = given.timeout
+    options._threads = 1
+    # Torch looks at this variable only where it makes the options itself.
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    options.global_ranks_in_group = given.global_ranks_in_group
+    options.group_name = given.group_id
+    return gloo(given.store, given.group_rank, given.group_size, options)
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long a group waits for its ranks, for groups made beside it; None where torch does not say."""
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout if isinstance(timeout, timedelta) else None
