@@ -57,7 +57,7 @@ def parallel(
     if isinstance(strategy, MergePlan) or not isinstance(strategy, str) or _is_path(strategy):
         return DistributedDataParallel(module, plan=strategy, **ddp_arguments)
     if strategy in ("auto", "ddp"):
-        return DistributedDataParallel(module, **ddp_arguments)
+        return DistributedDataParallel(module, tune=strategy == "auto", **ddp_arguments)
     plan = plan_for(module, strategy, trace=trace, cost=cost, delayed=_delayed(ddp_arguments))
     if strategy == "naive" and ddp_arguments.get("skip_all_reduce_unused_params"):
         raise StrategyError("strategy 'naive' waits for all gradients; leave out skip_all_reduce_unused_params")

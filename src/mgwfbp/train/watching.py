@@ -1,10 +1,11 @@
 """What is known of the communication of a run: from the tuner, or from a few steps that are observed."""
 
 from contextlib import ExitStack
-from typing import Any
 
 from mgwfbp.cost import Cost
+from mgwfbp.errors import MeasureError
 from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.observer import Observation
 from mgwfbp.trace import ModelTrace
 from mgwfbp.train.writer import SilentWriter
 
@@ -13,7 +14,6 @@ __all__ = ["CommunicationWatch"]
 # The first steps, in which memory and connections are made, are not typical.
 _OBSERVE_AFTER_STEPS = 20
 _OBSERVE_STEPS = 10
-_THERE = hasattr(DistributedDataParallel, "observe")  # FIXME
 
 
 class CommunicationWatch:
@@ -32,9 +32,9 @@ class CommunicationWatch:
         self._exposed_s: float | None = None
         self._first_step: int | None = None
         self._num_seen = 0
-        self._has_settled = not _THERE or ddp.tuning.state != "working"
+        self._has_settled = ddp.tuning.state != "working"
         self._open = ExitStack()
-        self._seen: Any = None
+        self._seen: Observation | None = None
 
     @property
     def exposed_s(self) -> float | None:
@@ -44,12 +44,10 @@ class CommunicationWatch:
     @property
     def is_tuned(self) -> bool:
         """Say whether the tuner has found its plan."""
-        return _THERE and self._ddp.tuning.state == "settled"
+        return self._ddp.tuning.state == "settled"
 
     def before_step(self, step: int) -> None:
         """Begin to observe, if it is time; ``step`` steps are done."""
-        if not _THERE:
-            return
         if self._first_step is None:
             self._first_step = step
         if self._ddp.tuning.state == "working":
@@ -58,8 +56,11 @@ class CommunicationWatch:
             self._has_settled = True
             self._keep_tuning()
         if self._num_seen == 0 and self._seen is None and step - self._first_step >= _OBSERVE_AFTER_STEPS:
-            observing = self._ddp.observe(_OBSERVE_STEPS, predict_with=self._predict_with)
-            self._seen = self._open.enter_context(observing)
+            try:
+                observing = self._ddp.observe(_OBSERVE_STEPS, predict_with=self._predict_with)
+                self._seen = self._open.enter_context(observing)
+            except MeasureError:  # sparse gradients, for one: training does without
+                self._num_seen = _OBSERVE_STEPS
 
     def after_step(self) -> None:
         """End the observation once it has seen enough."""
