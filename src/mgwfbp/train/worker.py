@@ -208,7 +208,8 @@ def _conclude(
         steps=position.step,
         top1=last.top1,
         top5=last.top5,
-        samples_per_s=median(line.samples_per_s for line in run.steps) if run.steps else 0.0,
+        # Of the second half: by then nothing is measured or tuned any more.
+        samples_per_s=median(line.samples_per_s for line in run.steps[len(run.steps) // 2 :]) if run.steps else 0.0,
         seconds=position.seconds,
         num_messages=None if plan is None else plan.num_groups,
         more={"num_skipped": num_skipped},
