@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from mgwfbp import DistributedDataParallel, MergePlan
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
@@ -33,6 +34,7 @@ class Mode:
     delay: tuple[str, ...] = ()  # parameters whose all-reduce torch delays
     in_backward: bool = False  # the optimizer runs inside the backward pass
     gpu: bool = False  # torch's own code for it needs streams
+    drop_first: bool = False  # torch's own first step is wrong: it is taken, and forgotten
     wire: torch.dtype = torch.float32  # the coarsest dtype in which gradients are sent
 
 
@@ -49,6 +51,15 @@ def wrapped(wrapper: Any) -> Callable[[StockDdp], object]:
 
 
 VIEWS, STATIC, UNUSED = {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}
+
+
+# With torch 2.11 over gloo the gradients of the first step are off by their own size from those in full precision, with
+# torch's own buckets as with any; from the second on they are right.
+HALF = {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.float32)}
+
+
+def half(**more: Any) -> Mode:
+    return Mode(gpu=True, drop_first=True, wire=torch.bfloat16, **{"arguments": HALF, **more})
 
 
 def shared_unused() -> nn.Module:
@@ -106,6 +117,9 @@ MODES = {
     "replan sparse": Mode(Sparse, replan_after=2),
     "replan hook": Mode(hook=python_hook(default_hooks.bf16_compress_hook), wire=torch.bfloat16, replan_after=2),
     "replan builtin": Mode(hook=builtin_hook("FP16_COMPRESS"), wire=torch.float16, replan_after=2),
+    "mixed precision": half(),
+    "mixed precision views": half(arguments=HALF | VIEWS),
+    "replan mixed precision": half(replan_after=2),
     "replan gpu": Mode(gpu=True, arguments=VIEWS, replan_after=2),
     "replan optimizer in backward": Mode(gpu=True, in_backward=True, replan_after=2),
 }
@@ -155,6 +169,9 @@ def train(mode: Mode, ddp: StockDdp, plans: list[MergePlan]) -> dict[str, Tensor
         some = [parameter for name, parameter in model.named_parameters() if name not in mode.delay]
         optimizer = torch.optim.SGD(some, lr=0.05, momentum=0 if mode.model is Sparse else 0.9)
     data = torch.Generator().manual_seed(10 + rank)
+    if mode.drop_first:
+        ddp(torch.randn(8, 6, generator=data).to(device)).float().square().mean().backward()
+        ddp.zero_grad()
     num_steps = STEPS - rank if mode.uneven else STEPS
     with ddp.join() if mode.uneven else nullcontext():
         for step in range(num_steps):
@@ -221,7 +238,7 @@ def wrap(mode: Mode, kind: Callable[..., StockDdp], **more: Any) -> StockDdp:
 
 def sent(mode: Mode, plans: list[MergePlan]) -> str:
     """Watch every bucket of every step with a communication hook; say where it was not the plan's, if anywhere."""
-    if mode.hook is not None or mode.uneven or mode.in_backward:
+    if mode.hook is not None or mode.uneven or mode.in_backward or "mixed_precision" in mode.arguments:
         return ""  # a Reducer takes one hook; join calls it outside of steps
     ddp = wrap(mode, DistributedDataParallel, plan=plans[0])
     assert isinstance(ddp, DistributedDataParallel)

@@ -19,14 +19,21 @@ RANKS = "tests.runtime.tuner_ranks"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Models that were tuned to the end at 2 ranks."""
-    return run_ranks(RANKS, "whole", tmp_path_factory.mktemp("whole"), 2)
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 2 ranks met."""
+    scenarios = ["whole", "odd_steps", "refusals", "copies", "observed"]
+    return run_ranks(RANKS, scenarios, tmp_path_factory.mktemp("ranks"), 2)
+
+
+@pytest.fixture(scope="module")
+def whole(two_ranks: list[Any]) -> list[Any]:
+    """Models that were tuned to the end."""
+    return [found["whole"] for found in two_ranks]
 
 
 def test_while_it_tunes_losses_of_30_steps_are_those_of_stock_ddp(tmp_path: Path) -> None:
     # At 2 ranks a sum of two numbers does not depend on the bucket it travels in: bitwise, no tolerance.
-    for found in run_ranks(RANKS, "curves", tmp_path, 2):
+    for found in (told["curves"] for told in run_ranks(RANKS, ["curves"], tmp_path, 2)):
         for name in ("resnet18", "transformer"):
             assert found[name]["ours"] == found[name]["stock"]
             assert len(set(found[name]["ours"])) == 30
@@ -65,8 +72,8 @@ def test_a_settled_model_has_nothing_left_on_it(whole: list[Any]) -> None:
     assert [found["left"] for rank in whole for found in rank.values()] == [[]] * 14
 
 
-def test_steps_that_average_nothing_do_not_count_and_confuse_nobody(tmp_path: Path) -> None:
-    first, second = run_ranks(RANKS, "odd_steps", tmp_path, 2)
+def test_steps_that_average_nothing_do_not_count_and_confuse_nobody(two_ranks: list[Any]) -> None:
+    first, second = (told["odd_steps"] for told in two_ranks)
     for found in (first, second):
         assert found["same"] is True
         assert found["under join"] == 0
@@ -74,8 +81,8 @@ def test_steps_that_average_nothing_do_not_count_and_confuse_nobody(tmp_path: Pa
     assert (first["steps"], first["plan"]) == (second["steps"], second["plan"])
 
 
-def test_what_cannot_be_tuned_says_why(tmp_path: Path) -> None:
-    for found in run_ranks(RANKS, "refusals", tmp_path, 2):
+def test_what_cannot_be_tuned_says_why(two_ranks: list[Any]) -> None:
+    for found in (told["refusals"] for told in two_ranks):
         assert found["stateful hook"] == [
             "off",
             "the communication hook powerSGD_hook may keep state per bucket",
@@ -89,16 +96,16 @@ def test_what_cannot_be_tuned_says_why(tmp_path: Path) -> None:
         assert found["different"] == "tune is True on rank 0 and False on rank 1; give all the same"
 
 
-def test_a_copy_on_one_rank_in_the_middle_disturbs_nobody_and_begins_anew(tmp_path: Path) -> None:
-    first, second = run_ranks(RANKS, "copies", tmp_path, 2)
+def test_a_copy_on_one_rank_in_the_middle_disturbs_nobody_and_begins_anew(two_ranks: list[Any]) -> None:
+    first, second = (told["copies"] for told in two_ranks)
     assert first["copy"] == ["working", 0, True]
     for found in (first, second):
         assert (found["before"], found["state"]) == (13, "settled")
         assert found["settled copy"][:2] == [True, "settled"]
 
 
-def test_the_observer_sees_the_messages_of_the_plan_each_after_its_gradients_and_in_turn(tmp_path: Path) -> None:
-    for found in run_ranks(RANKS, "observed", tmp_path, 2):
+def test_the_observer_sees_the_messages_of_the_plan_each_after_its_gradients_and_in_turn(two_ranks: list[Any]) -> None:
+    for found in (told["observed"] for told in two_ranks):
         assert found.pop("nothing").startswith("nothing was observed: no step whose gradients were averaged")
         assert found.pop("while tuning").startswith("the tuner is at work (warming up): observe when it has ended")
         assert len(found) == 7
@@ -118,7 +125,7 @@ def test_where_a_rank_is_killed_while_the_tuner_works_the_others_end_with_an_err
 ) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", RANKS, "killed", str(tmp_path)],
+            [sys.executable, "-m", RANKS, str(tmp_path), "killed"],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -137,7 +144,7 @@ def test_where_a_rank_is_killed_while_the_tuner_works_the_others_end_with_an_err
         for process in processes:
             process.kill()
             process.wait()
-    found = json.loads((tmp_path / "rank0.json").read_text())
+    found = json.loads((tmp_path / "rank0.json").read_text())["killed"]
     assert found["told"]
     assert not (tmp_path / "rank1.json").exists()
 

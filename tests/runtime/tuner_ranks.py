@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def train(
     return losses
 
 
-def curves(_: Path) -> dict[str, Any]:
+def curves() -> dict[str, Any]:
     """Losses of 30 steps with torch's class and with ours while it tunes."""
     result: dict[str, Any] = {}
     for name, make, batches in (("resnet18", resnet18, images), ("transformer", Transformer, tokens)):
@@ -94,7 +93,7 @@ def curves(_: Path) -> dict[str, Any]:
     return result
 
 
-def whole(_: Path) -> dict[str, Any]:
+def whole() -> dict[str, Any]:
     """Tune to the end in several ways, beside stock DDP, and look at what is left on the model."""
     ways: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
         "plain": (Mlp, {}, None),
@@ -151,7 +150,7 @@ def left_on(model: Any) -> list[str]:
     return left
 
 
-def odd_steps(_: Path) -> dict[str, Any]:
+def odd_steps() -> dict[str, Any]:
     """Steps that must not count, some of them on one rank only, among those that do."""
     torch.manual_seed(1)
     stock, ours = StockDdp(Mlp()), DistributedDataParallel(Mlp())
@@ -190,7 +189,7 @@ def odd_steps(_: Path) -> dict[str, Any]:
     }
 
 
-def refusals(folder: Path) -> dict[str, Any]:
+def refusals() -> dict[str, Any]:
     """Models that are not tuned, and what they say."""
     rank = dist.get_rank()
     result: dict[str, Any] = {}
@@ -216,7 +215,7 @@ def refusals(folder: Path) -> dict[str, Any]:
     return result
 
 
-def copies(_: Path) -> dict[str, Any]:
+def copies() -> dict[str, Any]:
     """A copy of a model that is being tuned, made on one rank alone, disturbs nobody."""
     torch.manual_seed(1)
     model = DistributedDataParallel(Mlp())
@@ -232,7 +231,7 @@ def copies(_: Path) -> dict[str, Any]:
     return found
 
 
-def observed(_: Path) -> dict[str, Any]:
+def observed() -> dict[str, Any]:
     """What the observer sees, in several ways to use DDP."""
     hooks: dict[str, Any] = {"python hook": default_hooks.fp16_compress_hook}
     ways: dict[str, dict[str, Any]] = {
@@ -315,7 +314,7 @@ def _seen(model: DistributedDataParallel, plan: MergePlan | None) -> dict[str, A
     }
 
 
-def killed(_: Path) -> dict[str, Any]:
+def killed() -> dict[str, Any]:
     """Rank 1 dies while the tuner works: before, in the middle and late, as the environment says."""
     model = DistributedDataParallel(Mlp())
     last = int(os.environ["TEST_LAST_STEP"])

@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.agreement import agree_on_plan
+from mgwfbp.runtime.compile_private import follow_plans, uncompiled, warn_of_old_cuts
 from mgwfbp.runtime.kinds import check_kinds, kinds_of
 from mgwfbp.runtime.moments import moments_of
 from mgwfbp.runtime.observer import Gradients, Observation
@@ -48,8 +50,7 @@ class DistributedDataParallel(TunableParallel):
 
     All ranks must have the same plan: they compare before anything is changed, and a plan that differs, cannot be read
     or is not for this model is an error on every rank. A message holds gradients of one dtype and one device; a sparse
-    gradient travels alone. Where this torch cannot hold given buckets, and with ``mixed_precision``, a warning says why
-    and the buckets are torch's own.
+    gradient travels alone. Where this torch cannot hold given buckets, a warning says why and the buckets are torch's own.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class DistributedDataParallel(TunableParallel):
         if changed:
             self.rebuild_reducer()
             self.check_held()
+            warn_of_old_cuts(self)
 
     def replan(self, plan: PlanLike | None) -> None:
         """Change to another plan, or with None to torch's own buckets. All ranks must call it, with the same plan.
@@ -175,6 +177,7 @@ class DistributedDataParallel(TunableParallel):
         elif self._plan is not None:
             self._plan = None
             self.rebuild_reducer()
+            warn_of_old_cuts(self)
 
     def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
         """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
@@ -216,6 +219,7 @@ class DistributedDataParallel(TunableParallel):
             self._start_tuner()
         if self.cannot_hold:
             return
+        follow_plans()
         self.check_held()
         named = self.module.named_parameters()
         self._watch = StrideWatch(self, [(name, parameter) for name, parameter in named if parameter.requires_grad])
@@ -249,12 +253,14 @@ class DistributedDataParallel(TunableParallel):
         if plan is None:
             return None
         loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
+        if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
+            loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
         named = zip(self._names(parameters), parameters, strict=True)
         check_kinds(loaded, kinds_of(named, sparse))
         return loaded
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        by_parameter = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        by_parameter = {id(parameter): uncompiled(name) for name, parameter in self.module.named_parameters()}
         return [by_parameter[id(parameter)] for parameter in parameters]
 
 

@@ -1,6 +1,7 @@
 """What must be equal within a message: `Kind`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
+from mgwfbp.runtime.compile_private import uncompiled
 from mgwfbp.units import quote
 
 __all__ = ["Kind", "check_kinds", "kinds_of", "split_by_kind"]
@@ -50,17 +52,21 @@ def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
                 )
 
 
-def split_by_kind(plan: MergePlan, kinds: Mapping[str, Kind]) -> MergePlan:
-    """Cut each message into one per kind, in the order in which these are complete.
+def split_by_kind(plan: MergePlan, kinds: Mapping[str, Hashable]) -> MergePlan:
+    """Split every message that holds several kinds of gradients into one for each; predictions are dropped then.
 
-    Planners know nothing of kinds. For a model of one kind, nearly every one, the plan stays as it is.
+    Planners know nothing of kinds. Gradients of no known kind are left for the check of the plan against the model.
+
+    >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
+    >>> split_by_kind(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
+    (('c',), ('d', 'b'), ('a',))
     """
-    groups: list[tuple[str, ...]] = []
+    groups = []
     for group in plan.groups:
-        by_kind: dict[object, list[str]] = {}
+        parts: dict[Hashable, list[str]] = {}
         for name in group:
-            key = name if kinds[name].is_sparse else kinds[name]
-            by_kind.setdefault(key, []).append(name)
-        places = {name: place for place, name in enumerate(group)}
-        groups += [tuple(part) for part in sorted(by_kind.values(), key=lambda part: places[part[-1]])]
-    return MergePlan(plan.model, plan.planner, tuple(groups), plan.predicted)
+            kind = kinds.get(uncompiled(name), "")
+            # In the order in which they are complete.
+            parts[kind] = [*parts.pop(kind, []), name]
+        groups += [tuple(part) for part in parts.values()]
+    return plan if len(groups) == plan.num_groups else replace(plan, groups=tuple(groups), predicted={})

@@ -58,7 +58,7 @@ class CudaMoments:
     The future of an nccl message is done as soon as the message is queued, and a stream that waits for it waits for the
     message: an event behind that is its arrival. It must be a stream of our own and of high priority. In those that
     torch lends to callbacks the wait stands in the same hardware queue as later kernels of the backward pass, and
-    these wait too: a step of GoogLeNet took 20 % longer when observed so.
+    these wait too.
     Other backends complete a future when the message has arrived, and an event in an idle stream is that moment.
     """
 

@@ -13,7 +13,9 @@ from mgwfbp.errors import StrategyError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner, find_plan, plan_bucket, plan_wfbp
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
+from mgwfbp.runtime.compile_private import uncompiled
 from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.kinds import split_by_kind
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
@@ -67,8 +69,8 @@ def parallel(
     if strategy == "naive":
         ddp.register_comm_hook(NaiveSgd(ddp.process_group, len(ddp.reducible()[0])), send_after_backward)
     if strategy == "ps":
-        parameters = dict(module.named_parameters())
-        owned = [parameters[name] for name in plan.layer_names]
+        parameters = {uncompiled(name): parameter for name, parameter in module.named_parameters()}
+        owned = [parameters[uncompiled(name)] for name in plan.layer_names]
         owners = assign_owners([parameter.nbytes for parameter in owned], ddp.process_group.size())
         by_parameter = {id(parameter): owner for parameter, owner in zip(owned, owners, strict=True)}
         ddp.register_comm_hook(ParameterServers(by_parameter, ddp.process_group), push_and_pull)
@@ -100,27 +102,7 @@ def plan_for(
     # What is predicted is a plan's step: naive S-SGD and a parameter server take another one.
     hooked = strategy in ("naive", "ps")
     plan = planner(trace, _FREE) if cost is None or hooked else find_plan(trace, cost, planner)
-    return replace(split_kinds(plan, _kinds(module)), planner=strategy)
-
-
-def split_kinds(plan: MergePlan, kinds: Mapping[str, str]) -> MergePlan:
-    """Split every message that holds several kinds of gradients into one for each; predictions are dropped then.
-
-    Gradients of no known kind are left for the check of the plan against the model.
-
-    >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
-    >>> split_kinds(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
-    (('c',), ('d', 'b'), ('a',))
-    """
-    groups = []
-    for group in plan.groups:
-        parts: dict[str, list[str]] = {}
-        for name in group:
-            kind = kinds.get(name, "")
-            # In the order in which they are complete.
-            parts[kind] = [*parts.pop(kind, []), name]
-        groups += [tuple(part) for part in parts.values()]
-    return plan if len(groups) == plan.num_groups else replace(plan, groups=tuple(groups), predicted={})
+    return replace(split_by_kind(plan, _kinds(module)), planner=strategy)
 
 
 def _planner(strategy: str) -> Planner:
@@ -154,7 +136,7 @@ def _guessed_trace(module: nn.Module, delayed: frozenset[str]) -> ModelTrace:
     """Return a trace without times in which the last parameter is ready first."""
     ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *delayed}
     layers = [
-        LayerTrace(name, 0.0, parameter.nbytes)
+        LayerTrace(uncompiled(name), 0.0, parameter.nbytes)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
@@ -163,7 +145,7 @@ def _guessed_trace(module: nn.Module, delayed: frozenset[str]) -> ModelTrace:
 
 def _sparse_names(module: nn.Module) -> set[str]:
     return {
-        f"{prefix}.weight" if prefix else "weight"
+        uncompiled(f"{prefix}.weight") if prefix else "weight"
         for prefix, one in module.named_modules()
         if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
     }
@@ -174,5 +156,5 @@ def _kinds(module: nn.Module) -> dict[str, str]:
     sparse = _sparse_names(module)
     return {
         name: f"{parameter.dtype} {parameter.device}{f' sparse {name}' if name in sparse else ''}"
-        for name, parameter in module.named_parameters()
+        for name, parameter in ((uncompiled(name), parameter) for name, parameter in module.named_parameters())
     }

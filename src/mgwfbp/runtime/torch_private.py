@@ -274,6 +274,7 @@ class PlannableParallel(DistributedDataParallel):
 
     _builtin_hook: Any = None
     _sample_rate: int | None = None
+    is_compiled = False  # whether a graph was compiled inside the forward pass
     _listener: Listener | None = None
     _connected: Any = None  # the process group of the Reducer while somebody listens; C++ alone would not keep it
 
@@ -289,9 +290,6 @@ class PlannableParallel(DistributedDataParallel):
         """Why no plan can be held; empty where one can."""
         if self._use_python_reducer:
             return "torch's Python reducer, which torch._dynamo.config.optimize_ddp asks for, has no buckets"
-        if self.mixed_precision is not None:
-            # Seen with torch 2.11 on a GPU over gloo; which of the two is wrong is not known yet.
-            return "with mixed_precision averaged gradients were seen to differ from those of torch's own buckets"
         return "all gradients are delayed by delay_all_reduce_named_params" if self._delay_all_reduce_all_params else ""
 
     @property
@@ -323,9 +321,10 @@ class PlannableParallel(DistributedDataParallel):
             name = getattr(hook, "__qualname__", repr(hook))
             if getattr(hook, "__module__", "") != STATELESS_HOOKS or "<locals>" in name:  # a wrapper of any other
                 return f"the communication hook {name} may keep state per bucket"
-        compiled = [one for one in self.module.modules() if getattr(one, "_compiled_call_impl", None) is not None]
-        if compiled or hasattr(self.module, "_orig_mod") or self._compiled_call_impl is not None:
+        if self.is_compiled:
             return "the model is compiled, and every change of buckets would compile it again"
+        if self.mixed_precision is not None:
+            return "with mixed_precision messages have other sizes than parameters"
         return ""
 
     def check_finished(self) -> None:
