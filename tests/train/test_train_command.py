@@ -169,3 +169,19 @@ def test_workers_save_and_leave_when_the_process_that_started_them_is_killed(tmp
     assert weights(folder)["step"] >= 3
     run = train_to_end(CONFIG, folder, resume=True)
     assert run.results is not None
+
+
+@pytest.mark.timeout(240)
+def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mgwfbp", "demo", "--no-lab", "--workers", "2", "--epochs", "1", "-o", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout
+    assert all(str(tmp_path / name) in done.stdout for name in ("ddp", "auto"))
+    first, second = (TrainingRun.load(tmp_path / name) for name in ("ddp", "auto"))
+    assert [line.top1 for line in first.epochs] == [line.top1 for line in second.epochs]  # at 2 ranks
