@@ -216,3 +216,32 @@ def test_costs_and_traces_of_the_user_are_taken(tmp_path: Path) -> None:
     run = train_to_end(replace(PLAIN, strategy="optimal", epochs=1, cost=str(tmp_path / "cost.json")), tmp_path / "run")
     assert run.plan is not None
     assert run.plan.num_groups == 1
+
+
+def test_a_tuned_run_keeps_what_the_tuner_found_and_is_bitwise_one_with_ddps_buckets_at_2_ranks(tmp_path: Path) -> None:
+    config = replace(TINY, strategy="auto", epochs=8)
+    tuned = train_to_end(config, tmp_path / "tuned")
+    plain = train_to_end(replace(config, strategy="ddp"), tmp_path / "plain")
+    assert equal(weights(tuned.folder), weights(plain.folder))
+    assert tuned.tuning is not None
+    assert tuned.tuning["state"] == "settled"
+    assert tuned.trace is not None
+    assert tuned.cost is not None
+    assert tuned.plan is not None
+    assert plain.tuning is None
+    # A run that goes on does not tune again: it has the plan that was found.
+    (tuned.folder / "tuning.json").unlink()
+    longer = train_to_end(replace(config, epochs=9), tuned.folder, resume=True)
+    assert longer.plan == tuned.plan
+    assert longer.tuning is None
+
+
+def test_ten_steps_are_observed_and_their_exposed_communication_is_logged(tmp_path: Path) -> None:
+    run = train_to_end(replace(TINY, strategy="optimal", epochs=3, log_steps=5), tmp_path / "run")
+    assert run.timeline is not None
+    assert run.predicted is not None
+    assert run.plan is not None
+    assert [message.layers for message in run.timeline.messages] == list(run.plan.groups)
+    assert [message.layers for message in run.predicted.messages] == list(run.plan.groups)
+    assert run.steps[0].exposed_s is None
+    assert run.steps[-1].exposed_s == run.timeline.exposed_s
