@@ -26,6 +26,8 @@ __all__ = ["train"]
 # How long workers that were told to stop have for the step at hand and a checkpoint, unless --timeout is shorter; a
 # worker that hangs delays a restart by as much.
 SHUTDOWN_S = 60
+# How long workers wait for the others to start, whatever --timeout says: on a busy machine they start slowly.
+START_S = 120.0
 DEFAULTS = TrainConfig()
 
 _WHAT, _HOW, _WORKERS, _FILES = "What to train", "How", "Workers", "Files"
@@ -276,7 +278,7 @@ def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
     with (
         failures_of(config.model, config.batch_size, config.device),
         lost_workers(),
-        process_group(config.device, None, timeout_s=config.timeout_s),
+        process_group(config.device, None, timeout_s=max(START_S, config.timeout_s)),
     ):
         run_worker(
             config,

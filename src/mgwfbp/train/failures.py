@@ -1,5 +1,6 @@
 """What torch says when a worker is gone or hangs, told from what a model raises."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,4 +27,6 @@ def lost_workers() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not any(word in text for word in _WORDS):
             raise
         what = "hangs" if "timed out" in text or "timeout" in text else "is gone"
-        raise TrainError(f"another worker {what}: {first_line(error)}") from error
+        # Without the place in gloo's sources that it begins with.
+        said = re.sub(r"^\[[^]]*\]\s*", "", first_line(error))
+        raise TrainError(f"another worker {what}: {said}") from error

@@ -216,7 +216,7 @@ class Trainer:
         position = self._position
         # Running means and the like are this rank's own until the next forward pass brings those of rank 0.
         for buffer in self._ddp.module.buffers():
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, 0, group=self._ddp.process_group)
         accuracy = evaluate(
             self._ddp.module, self._feed.valid, self._device, autocast_dtype=self._dtype, group=self._group
         )

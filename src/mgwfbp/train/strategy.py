@@ -83,16 +83,19 @@ def wrap(
     config: TrainConfig,
     first_batch: Callable[[], tuple[Tensor, Tensor]],
     *,
+    group: dist.ProcessGroup,
     plan_before: str | None,
     is_tuned: bool,
 ) -> Wrapped:
-    """Wrap a model on its device by the strategy of a run. All ranks must call it.
+    """Wrap a model on its device by the strategy of a run; gradients travel in ``group``. All ranks must call it.
 
     A run that goes on keeps the plan that it had (``plan_before``, JSON): measuring anew might give another, and with
     more than two ranks another order of sums. One whose tuner had settled (``is_tuned``) is not tuned again.
     """
     on_gpu = next(module.parameters()).device.type == "cuda"
-    arguments: dict[str, Any] = {"device_ids": [torch.cuda.current_device()]} if on_gpu else {}
+    arguments: dict[str, Any] = {"process_group": group}
+    if on_gpu:
+        arguments["device_ids"] = [torch.cuda.current_device()]
     if plan_before is not None and (config.strategy in _PLANNED or is_tuned):
         plan = MergePlan.from_json(json.loads(plan_before))
         return Wrapped(parallel(module, plan, **arguments), None, None)
@@ -102,10 +105,11 @@ def wrap(
     cost = load_cost(config.cost) if config.cost is not None else None
     if config.strategy in _PLANNED:
         if trace is None:
-            trace = _measure_trace(module, config, first_batch)
+            trace = _measure_trace(module, config, first_batch, group)
         if cost is None:
             device = next(module.parameters()).device
             cost = measure_allreduce(
+                group,
                 device=device,
                 max_bytes=max(8, trace.grad_bytes),
                 budget_s=_SWEEP_BUDGET_S,
@@ -115,7 +119,10 @@ def wrap(
 
 
 def _measure_trace(
-    module: nn.Module, config: TrainConfig, first_batch: Callable[[], tuple[Tensor, Tensor]]
+    module: nn.Module,
+    config: TrainConfig,
+    first_batch: Callable[[], tuple[Tensor, Tensor]],
+    group: dist.ProcessGroup,
 ) -> ModelTrace:
     def local() -> ModelTrace:
         images, labels = first_batch()
@@ -130,5 +137,5 @@ def _measure_trace(
             autocast_dtype=dtypes.get(config.autocast or ""),
         )
 
-    dist.barrier()  # all of them measure at the same time, as they train
-    return agree_on_trace(together(local))
+    dist.barrier(group)  # all of them measure at the same time, as they train
+    return agree_on_trace(together(local, group), group)

@@ -70,8 +70,11 @@ def run_worker(
     the last whole checkpoint, if there is one.
     """
     rank = dist.get_rank()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
-    assert isinstance(group, dist.ProcessGroup)  # noqa: S101  # all ranks are in it
+    # The group that is there waited for slow starters; from now on a worker that is silent for so long hangs.
+    timeout = timedelta(seconds=config.timeout_s)
+    gradients, group = dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # noqa: S101  # all ranks are in both
+    assert isinstance(gradients, dist.ProcessGroup)  # noqa: S101
     data = together(lambda: open_data(config), group)
     store = CheckpointFolder(folder / "checkpoints", keep=config.keep)
     checkpoint = _from_rank_0(lambda: _find_checkpoint(config, folder, store, listener, resume=resume), group)
@@ -82,6 +85,7 @@ def run_worker(
         module,
         config,
         lambda: _first_batch(data, config, rank, device),
+        group=gradients,
         plan_before=checkpoint.plan if checkpoint else None,
         is_tuned=checkpoint.is_tuned if checkpoint else False,
     )
