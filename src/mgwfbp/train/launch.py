@@ -22,9 +22,10 @@ def launch(command: Sequence[str], *, workers: int, max_restarts: int, shutdown_
     A signal that ends the agent is passed on to the workers, which have ``shutdown_s`` to end by themselves; its name
     is returned. A worker that fails more often than it may is a `TrainError` that says how it ended.
     """
-    # What there is to say of workers that fail is said below, in one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    # What there is to say of workers that fail is said below, in one line. Each of these loggers has its own level.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     # Not in every torch that is supported; the agent's own default is 30 s.
     known = {one.name for one in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": shutdown_s} if "shutdown_timeout" in known else {}
