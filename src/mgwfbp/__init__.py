@@ -20,6 +20,8 @@ from mgwfbp.errors import (
     MgwfbpError,
     NetworkError,
     PlanError,
+    ReportError,
+    ResultError,
     SimulationError,
     StrategyError,
     TimelineError,
@@ -30,6 +32,7 @@ from mgwfbp.fitting import Fit, fit
 from mgwfbp.network import Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, find_plan
+from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.run import TrainingRun
 from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
 from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLANNERS",
+    "BenchResult",
     "Cluster",
     "Cost",
     "CostError",
@@ -60,11 +64,14 @@ __all__ = [
     "NetworkError",
     "PiecewiseCost",
     "PlanError",
+    "ReportError",
+    "ResultError",
     "Scenario",
     "Simulation",
     "SimulationError",
     "Span",
     "StrategyError",
+    "StrategyResult",
     "Timeline",
     "TimelineError",
     "TraceError",

@@ -11,7 +11,7 @@ from mgwfbp.errors import CostError, FormatError
 from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real, naming, read_json
 from mgwfbp.units import format_bytes, format_seconds, quote
 
-__all__ = ["Cost", "LinearCost", "PiecewiseCost", "cheapest_s", "load_cost"]
+__all__ = ["Cost", "LinearCost", "PiecewiseCost", "cheapest_s", "cost_from_json", "load_cost"]
 
 
 class Cost(Protocol):
@@ -174,15 +174,20 @@ def load_cost(path: str | os.PathLike[str]) -> LinearCost | PiecewiseCost:
     """Read a cost of either kind from ``cost.json``."""
     data = read_json(path)
     with naming(path):
-        fields = Fields(data)
-        fields.check_format(LinearCost.FORMAT)
-        match fields["kind"]:
-            case "linear":
-                return LinearCost.from_json(data)
-            case "piecewise":
-                return PiecewiseCost.from_json(data)
-            case kind:
-                raise FormatError(f"kind: expected 'linear' or 'piecewise', found {quote(kind)}")
+        return cost_from_json(data)
+
+
+def cost_from_json(data: object) -> LinearCost | PiecewiseCost:
+    """Make a cost of either kind from the content of ``cost.json``."""
+    fields = Fields(data)
+    fields.check_format(LinearCost.FORMAT)
+    match fields["kind"]:
+        case "linear":
+            return LinearCost.from_json(data)
+        case "piecewise":
+            return PiecewiseCost.from_json(data)
+        case kind:
+            raise FormatError(f"kind: expected 'linear' or 'piecewise', found {quote(kind)}")
 
 
 def cheapest_s(cost: Cost, num_bytes: int) -> float:

@@ -11,7 +11,9 @@
     ├── PlanError       (ValueError)   impossible plan, unknown planner, a plan for another model or not every rank's
     ├── StrategyError   (ValueError)   unknown strategy, or one that lacks something or cannot do what is asked
     ├── TimelineError   (ValueError)   impossible timeline
+    ├── ResultError     (ValueError)   impossible result of a benchmark
     ├── SimulationError (ValueError)   impossible scenario or cluster
+    ├── ReportError     (ValueError)   nothing to report on, or a picture that cannot be made
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
     ├── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
     └── TrainError      (RuntimeError) impossible training run, one that cannot start or go on, or a worker that failed
@@ -28,6 +30,8 @@ __all__ = [
     "MgwfbpError",
     "NetworkError",
     "PlanError",
+    "ReportError",
+    "ResultError",
     "SimulationError",
     "StrategyError",
     "TimelineError",
@@ -72,12 +76,20 @@ class TimelineError(MgwfbpError, ValueError):
     """A timeline that cannot be."""
 
 
+class ResultError(MgwfbpError, ValueError):
+    """A result of a benchmark that cannot be."""
+
+
 class MeasureError(MgwfbpError, RuntimeError):
     """A measurement that cannot be made, or that failed on this rank or another."""
 
 
 class SimulationError(MgwfbpError, ValueError):
     """A scenario or a cluster that cannot be simulated."""
+
+
+class ReportError(MgwfbpError, ValueError):
+    """Nothing to report on, or a picture that cannot be made."""
 
 
 class LabError(MgwfbpError, RuntimeError):

@@ -33,6 +33,7 @@ __all__ = [
     "naming",
     "read_json",
     "read_text",
+    "write_bytes",
     "write_text",
 ]
 
@@ -279,20 +280,25 @@ def read_json(path: str | os.PathLike[str]) -> object:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file whole or not at all: beside it first, then renamed over it."""
     target = Path(path)
     try:
         if target.exists() and not target.is_file():  # a pipe or a device: nothing to replace
-            with target.open("w", encoding="utf-8") as stream:
-                stream.write(text)
+            with target.open("wb") as stream:
+                stream.write(content)
             return
         target = Path(os.path.realpath(target))  # keep a symbolic link, replace what it points at
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
         handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with os.fdopen(handle, "wb") as file:
                 os.fchmod(file.fileno(), mode)
-                file.write(text)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             Path(scratch).replace(target)

@@ -32,7 +32,7 @@ def run_ranks(module: str, scenarios: Sequence[str], folder: Path, world: int) -
         processes.append(process)
     try:
         for process in processes:
-            process.wait(timeout=100)
+            process.wait(timeout=250)
     finally:
         for process in processes:
             process.kill()

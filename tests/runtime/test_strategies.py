@@ -14,6 +14,7 @@ from tests.runtime.launch import run_ranks
 from tests.runtime.models import Dtypes, Mlp, Sparse
 
 MODULE = "tests.runtime.strategy_ranks"
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,11 @@ def test_at_2_ranks_every_strategy_gives_bitwise_what_torch_gives(two_ranks: lis
         assert [name for name, result in found["averages"].items() if not result["bitwise"]] == []
 
 
-def test_at_4_ranks_every_strategy_gives_what_torch_gives_up_to_the_order_of_sums(four_ranks: list[Any]) -> None:
+def test_at_4_ranks_naive_and_parameter_servers_give_what_torch_gives_up_to_the_order_of_sums(
+    four_ranks: list[Any],
+) -> None:
     for found in four_ranks:
-        assert len(found["averages"]) == 5 * 4
+        assert len(found["averages"]) == 3 * 2
         far = {name: one for name, one in found["averages"].items() if not one["distance"] <= one["allowed"]}
         assert far == {}
 

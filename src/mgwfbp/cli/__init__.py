@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import mgwfbp
+from mgwfbp.cli.bench import bench
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
@@ -16,6 +17,7 @@ from mgwfbp.cli.measure import measure
 from mgwfbp.cli.output import talk
 from mgwfbp.cli.paper import paper
 from mgwfbp.cli.plan import plan
+from mgwfbp.cli.report import report
 from mgwfbp.cli.simulate import simulate
 from mgwfbp.cli.traces import traces
 from mgwfbp.cli.train import train
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, simulate, train, paper, traces, demo):
+for command in (compare, plan, cost, simulate, bench, train, paper, report, traces, demo):
     app.command()(command)
 # What follows the program's name is its own, options too.
 app.command(context_settings={"allow_interspersed_args": False})(lab)

@@ -1,9 +1,7 @@
 """``mgwfbp measure``: the backward pass, the network, and what a processor we do not have would do."""
 
 import math
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,14 +10,21 @@ from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
 from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
-from mgwfbp.errors import MeasureError
+from mgwfbp.cli.workloads import (
+    BatchSize,
+    Factory,
+    ImageSize,
+    Model,
+    OnDevice,
+    SequenceLength,
+    Workers,
+    check_device,
+    device_of,
+    make_workload,
+    one_of,
+)
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
-
-if TYPE_CHECKING:
-    import torch
-
-    from mgwfbp.measure.workload import Workload
 
 __all__ = ["measure"]
 
@@ -27,20 +32,6 @@ __all__ = ["measure"]
 MEASURE_TIMEOUT_S = 600.0
 
 measure = typer.Typer(help="Measure the backward pass or the network, or count what another processor would take.")
-
-Model = Annotated[
-    str | None, typer.Option(metavar="NAME", help="A torchvision model, or hf:TYPE of Hugging Face (hf:bert, hf:gpt2).")
-]
-Factory = Annotated[
-    str | None, typer.Option(metavar="PACKAGE.MODULE:FUNCTION", help="Your own: returns (model, batch[, loss_fn]).")
-]
-BatchSize = Annotated[int, typer.Option(min=1, help="Samples of one worker.")]
-ImageSize = Annotated[int | None, typer.Option(min=1, help="Pixels a side, if not the model's usual.")]
-SequenceLength = Annotated[int, typer.Option(min=1, help="Tokens of a sample of a language model.")]
-Workers = Annotated[
-    int | None, typer.Option(min=1, help="Start so many local workers; under torchrun those given are used.")
-]
-OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to run.")]
 
 
 @measure.command()
@@ -59,8 +50,8 @@ def backward(
     output: Output = None,
 ) -> None:
     """Run a model and note when each gradient is ready."""
-    spec = _spec(model, factory)
-    _check_device(device)
+    spec = one_of(model=model, factory=factory)
+    check_device(device)
     start_local_workers(workers)
     import torch
 
@@ -74,7 +65,7 @@ def backward(
             failures_of(spec, batch_size, device),
             progress_bar("backward", warmup + steps, shown=rank() == 0) as advance,
         ):
-            workload = _workload(spec, batch_size, _place(device), image_size, sequence_length)
+            workload = make_workload(spec, batch_size, device_of(device), image_size, sequence_length)
             return measure_backward(
                 workload.model,
                 workload.batch,
@@ -118,7 +109,7 @@ def allreduce(
     if not (math.isfinite(max_mb) and math.isfinite(budget)):
         raise typer.BadParameter("expected finite numbers", param_hint=["--max-mb", "--budget"])
     max_bytes = load_trace(trace).grad_bytes if trace else int(max_mb * 1e6)
-    _check_device(device)
+    check_device(device)
     start_local_workers(workers)
     if not under_launcher():
         raise typer.BadParameter(
@@ -135,7 +126,7 @@ def allreduce(
             done = fraction
 
         cost = measure_allreduce(
-            device=_place(device), max_bytes=max(8, max_bytes), budget_s=budget, on_progress=on_progress
+            device=device_of(device), max_bytes=max(8, max_bytes), budget_s=budget, on_progress=on_progress
         )
     if rank() == 0:
         write_record(cost, output)
@@ -159,11 +150,11 @@ def analytic(
     output: Output = None,
 ) -> None:
     """Count a model's operations and say when each gradient would be ready on a processor we do not have."""
-    spec = _spec(model, factory)
+    spec = one_of(model=model, factory=factory)
     from mgwfbp.measure.analytic import measure_analytic
 
     with failures_of(spec, batch_size, "meta"):
-        workload = _workload(spec, batch_size, "meta", image_size, sequence_length)
+        workload = make_workload(spec, batch_size, "meta", image_size, sequence_length)
         trace = measure_analytic(workload, DEVICES[device], images_per_second=images_per_second)
     _write_trace(trace, output)
 
@@ -177,56 +168,18 @@ def profile(
     output: Output = None,
 ) -> None:
     """Make a trace from a profile of torch.profiler that was recorded anyway."""
-    spec = _spec(model, factory)
+    spec = one_of(model=model, factory=factory)
     from mgwfbp.measure.profile import trace_from_profile
 
     with failures_of(spec, batch_size, "meta"):
-        trace = trace_from_profile(file, _workload(spec, batch_size, "meta", None, 128))
+        trace = trace_from_profile(file, make_workload(spec, batch_size, "meta", None, 128))
     _write_trace(trace, output)
-
-
-def _spec(model: str | None, factory: str | None) -> str:
-    if (model is None) == (factory is None):
-        raise typer.BadParameter("give exactly one", param_hint=["--model", "--factory"])
-    if factory is not None and ":" not in factory:
-        raise typer.BadParameter(f"{factory!r}, expected package.module:function", param_hint="--factory")
-    return model or factory or ""
 
 
 def _known_device(name: str) -> str:
     if name not in DEVICES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(DEVICES)}")
     return name
-
-
-def _workload(
-    spec: str, batch_size: int, device: "torch.device | str", image_size: int | None, sequence_length: int
-) -> "Workload":
-    from mgwfbp.measure.workload import build_workload
-
-    # A factory may stand in the folder we are run from; Python looks there only when run as `python -m`.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    return build_workload(
-        spec, batch_size=batch_size, device=device, image_size=image_size, sequence_length=sequence_length
-    )
-
-
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MeasureError(
-            "no CUDA device here; use --device cpu, or `mgwfbp measure analytic` for a GPU you do not have"
-        )
-
-
-def _place(device: str) -> "torch.device":
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def _write_trace(trace: ModelTrace, output: str | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mgwfbp.errors import LabError
 
-__all__ = ["find_control", "is_running", "mps_environment", "start", "stop"]
+__all__ = ["client_environment", "find_control", "is_running", "mps_environment", "start", "stop"]
 
 _ANSWER_S = 10  # a daemon that does not answer for so long is no daemon
 
@@ -20,6 +20,16 @@ def find_control() -> str | None:
 def mps_environment(directory: Path) -> dict[str, str]:
     """Return the variables by which a daemon and its clients find one another."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(directory)}
+
+
+def client_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes a rank's streams run beside one another, as they do on a GPU of its own.
+
+    A client of MPS gets two hardware queues where a process without it gets eight, so that a third stream (one that
+    waits for a message, say) stops the kernels of another: GoogLeNet's step was 30 % longer with one such stream.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return {name: environment.get(name, "8")}
 
 
 def is_running(control: str, environment: Mapping[str, str]) -> bool:

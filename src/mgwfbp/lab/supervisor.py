@@ -139,7 +139,7 @@ def _start_mps(order: Order, frames: FrameWriter) -> dict[str, str]:
     except LabError as error:
         frames.send(Frame(Kind.NOTE, payload=f"no CUDA MPS, so ranks take turns on a GPU: {error}".encode()))
         return {}
-    return mps.mps_environment(directory)
+    return {**mps.client_environment(order.environment), **mps.mps_environment(directory)}
 
 
 def _kill_all() -> None:

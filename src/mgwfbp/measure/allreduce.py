@@ -19,6 +19,8 @@ __all__ = ["measure_allreduce"]
 
 # A burst of this many messages stands for a training step that sends one after another.
 BURST = 8
+# At this size a message's bytes count beside its start-up time, on a link of 10 Mbit as on one of 100 Gbit.
+TELLING_BYTES = 2**16
 # Every size is timed at least so often, and, unless told otherwise, at most.
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 
@@ -106,22 +108,40 @@ def _check_same(settings: str, group: dist.ProcessGroup | None) -> None:
 def _first_round(
     sweep: "_Sweep", max_bytes: int, budget_s: float, report: Callable[[float], object]
 ) -> dict[int, list[_Timing]]:
-    """Time every size once, doubling it until the budget says stop."""
-    timings: dict[int, list[_Timing]] = {}
+    """Time every size once while the budget allows: first a few that span the range, then those between, doubling.
+
+    A smallest and a telling size come whatever the budget: from two tiny ones nothing follows about large messages.
+    """
     largest = max_bytes // 4 * 4
-    size, spent_s = 4, 0.0
-    while True:
+    doubling = [4 << power for power in range((largest // 4).bit_length()) if 4 << power < largest]
+    timings: dict[int, _Timing] = {}
+
+    def fits(expected_s: float) -> bool:
+        # The sizes so far were timed twice each and have rounds to come; so will the next.
+        spent_s = 2 * sum(timing.spent_s for timing in timings.values())
+        return (spent_s / 2 + expected_s) * (MIN_ROUNDS + 1) <= budget_s
+
+    def take(size: int) -> None:
         sweep.time(size)  # the first message of a size sets buffers up
-        timing = sweep.time(size)
-        timings[size] = [timing]
-        spent_s += 2 * timing.spent_s
+        timings[size] = sweep.time(size)
+        spent_s = 2 * sum(timing.spent_s for timing in timings.values())
         report(min(0.9, spent_s / budget_s))
-        # The sizes so far, timed twice each here, have rounds to come; the next one takes up to twice as long and will
-        # be timed twice here as well.
-        needed_s = spent_s * (MIN_ROUNDS + 1) / 2 + 2 * timing.spent_s * (MIN_ROUNDS + 1)
-        if size == largest or (len(timings) >= 2 and needed_s > budget_s):
-            return timings
-        size = min(2 * size, largest)
+
+    take(4)
+    take(min(TELLING_BYTES, largest))
+    while (top := max(timings)) < largest:
+        low = max(size for size in timings if size < top)
+        slope = max(0.0, timings[top].spent_s - timings[low].spent_s) / (top - low)
+        steps = (min(factor * top, largest) for factor in (8, 4, 2))
+        size = next((size for size in steps if fits(timings[top].spent_s + slope * (size - top))), None)
+        if size is None:
+            break
+        take(size)
+    for size in doubling:
+        above = min((other for other in timings if other > size), default=0)
+        if size not in timings and above and fits(timings[above].spent_s):
+            take(size)
+    return {size: [timings[size]] for size in sorted(timings)}
 
 
 class _Sweep:

@@ -125,8 +125,10 @@ def _following(stock: Any) -> type:
                 return super().compile_fn(gm, example_inputs, *args, **kwargs)
             except (AssertionError, NotImplementedError) as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                warnings.warn(f"{_UNCUT}: {reason}", RuntimeWarning, stacklevel=2)
-                return self.backend_compile_fn(gm, example_inputs, *args, **kwargs)
+            # Not inside the handler: the error keeps alive what torch did for the pieces.
+            warnings.warn(f"{_UNCUT}: {reason}", RuntimeWarning, stacklevel=2)
+            _forget_pieces()
+            return self.backend_compile_fn(gm, example_inputs, *args, **kwargs)
 
         def add_param(self, bucket: Any, *args: Any) -> None:
             size = bucket.size
@@ -140,6 +142,18 @@ def _following(stock: Any) -> type:
                 bucket.size = _FULL
 
     return PlanOptimizer
+
+
+def _forget_pieces() -> None:
+    """Let torch forget that it was compiling a graph in pieces.
+
+    It would count them in the backward pass, and take the first call of the whole graph for one that only asks for
+    shapes.
+    """
+    context = torch._guards.TracingContext.try_get()
+    for name, value in (("ddp_optimizer_ctx", None), ("fakify_first_call", False)):
+        if context is not None and hasattr(context, name):
+            setattr(context, name, value)
 
 
 def _parameter_groups(ddp: PlannableParallel) -> list[list[nn.Parameter]] | None:

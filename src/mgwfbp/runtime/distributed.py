@@ -50,7 +50,8 @@ class DistributedDataParallel(TunableParallel):
 
     All ranks must have the same plan: they compare before anything is changed, and a plan that differs, cannot be read
     or is not for this model is an error on every rank. A message holds gradients of one dtype and one device; a sparse
-    gradient travels alone. Where this torch cannot hold given buckets, a warning says why and the buckets are torch's own.
+    gradient travels alone. Where this torch cannot hold given buckets, a warning says why and the buckets are torch's
+    own.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ busy machine. A moment without the lock, right before the end, is enough for glo
 """
 
 import atexit
+import inspect
 import os
 import time
 import warnings
@@ -45,9 +46,11 @@ def init_process_group(*, timeout: timedelta | None = None, **arguments: Any) ->
         dist.init_process_group("gloo", timeout=timeout, **arguments)
         return
     if ONE_THREAD not in dist.Backend.backend_list:
-        dist.Backend.register_backend(ONE_THREAD, _create, extended_api=True, devices=["cpu", "cuda"])
-        # To everything in torch that asks for the kind of a backend and not for its name it is gloo.
-        dist.Backend.backend_type_map[ONE_THREAD] = dist.Backend.backend_type_map["gloo"]
+        register: Any = dist.Backend.register_backend
+        # To what asks for the kind of a backend and not for its name it is gloo, where torch can be told (not in 2.11).
+        takes_kind = "_backend_type" in inspect.signature(register).parameters
+        kind = {"_backend_type": dist.Backend.backend_type_map["gloo"]} if takes_kind else {}
+        register(ONE_THREAD, _create, extended_api=True, devices=["cpu", "cuda"], **kind)
         atexit.register(time.sleep, 0.05)  # [Note: the end of a process]
     dist.init_process_group(ONE_THREAD, timeout=timeout, **arguments)
 

@@ -178,10 +178,13 @@ class Tuner:
         candidates = self._candidates(tried, trace, cost)
         self._says(f"comparing {len(candidates)} plans")
         candidates = yield from self._race(candidates, *FIRST_HEAT)
+        # Few steps: what disturbs some of them must not decide who goes on.
+        candidates.sort(key=lambda one: sum(sorted(one.steps_s)[: len(one.steps_s) // 2]))
         best = candidates[:2] if len(candidates) > 1 else []
         best += [one for one in candidates[2:] if one.plan == default]
-        candidates = (yield from self._race(best, *LAST_HEAT)) + [one for one in candidates if one not in best]
-        self._settle(candidates, trace)
+        finalists = yield from self._race(best, *LAST_HEAT)
+        finalists.sort(key=lambda one: one.step_s)
+        self._settle(finalists + [one for one in candidates if one not in best], trace)
 
     def _settle(self, candidates: Sequence[Candidate], trace: ModelTrace) -> None:
         chosen = candidates[0]
@@ -301,7 +304,7 @@ class Tuner:
     def _race(
         self, candidates: Sequence[Candidate], turns: int, counted: int
     ) -> Generator[None, None, list[Candidate]]:
-        """Measure candidates in turns, and return them with their steps, fastest first."""
+        """Measure candidates in turns, and return them with their steps."""
         mine: list[list[float]] = [[] for _ in candidates]
         places = list(range(len(candidates)))
         for turn in range(turns):
@@ -318,7 +321,7 @@ class Tuner:
         for candidate, steps_s in zip(candidates, slowest, strict=True):
             all_s = (*candidate.steps_s, *steps_s)
             measured.append(replace(candidate, steps_s=all_s, step_s=median(all_s)))
-        return sorted(measured, key=lambda one: one.step_s)
+        return measured
 
 
 def _steps(count: int) -> Iterator[None]:

@@ -1,0 +1,117 @@
+"""What the settled class costs: our DistributedDataParallel, after it has tuned, beside torch's with the same buckets.
+
+    torchrun --nproc-per-node 2 benchmarks/runtime_overhead.py --model resnet18 --image-size 64
+    mgwfbp lab --hosts 4 --rate 25gbit -- python benchmarks/runtime_overhead.py --device cuda --model resnet50
+
+Both train a copy of one model; turns alternate, the slowest rank counts, ratios are of neighbouring turns.
+"""
+
+import argparse
+import json
+import os
+import time
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import DistributedDataParallel, MergePlan
+from mgwfbp.measure.workload import build_workload, run_to_loss
+from mgwfbp.runtime.gloo import init_process_group
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--image-size", type=int, default=None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        init_process_group()
+    steppers: dict[str, Any] = {}
+    for name, wrap in (("stock", StockDdp), ("ours", DistributedDataParallel)):
+        torch.manual_seed(0)
+        workload = build_workload(
+            options.model,
+            batch_size=options.batch_size,
+            device=device,
+            image_size=options.image_size,
+            sequence_length=128,
+        )
+        model = wrap(workload.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def step(model=model, optimizer=optimizer, workload=workload) -> None:  # type: ignore[no-untyped-def]
+            optimizer.zero_grad()
+            run_to_loss(model, workload.batch, workload.loss_fn).backward()
+            optimizer.step()
+
+        steppers[name] = (model, step)
+    stock, ours = steppers["stock"][0], steppers["ours"][0]
+    while ours.tuning.state == "working":
+        steppers["ours"][1]()
+    for _ in range(3):
+        steppers["stock"][1]()
+    names = {id(parameter): name for name, parameter in stock.module.named_parameters()}
+    groups = [
+        [names[id(one)] for one in bucket.parameters()] for bucket in stock.reducer._get_zeros_like_grad_buckets()
+    ]
+    ours.replan(MergePlan("same", "ddp", tuple(tuple(group) for group in groups)))
+    times: dict[str, list[float]] = {"stock": [], "ours": []}
+    for turn in range(options.turns):
+        for name in ("stock", "ours") if turn % 2 == 0 else ("ours", "stock"):
+            times[name].append(timed(steppers[name][1], options.steps, device))
+    if dist.get_rank() == 0:
+        ratios = [ours_s / stock_s for ours_s, stock_s in zip(times["ours"], times["stock"], strict=True)]
+        low, _, high = quantiles(ratios, n=4)
+        print(
+            json.dumps(
+                {
+                    "model": options.model,
+                    "device": options.device,
+                    "backend": dist.get_backend(),
+                    "workers": dist.get_world_size(),
+                    "messages": len(groups),
+                    "stock_ms": round(1e3 * median(times["stock"]), 3),
+                    "ours_ms": round(1e3 * median(times["ours"]), 3),
+                    "ratio": round(median(ratios), 4),
+                    "quartiles": [round(low, 4), round(high, 4)],
+                    "tuning": repr(ours.tuning),
+                    "torch": torch.__version__,
+                }
+            )
+        )
+    dist.destroy_process_group()
+
+
+def timed(step, count: int, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+    step()
+    wait(device)
+    dist.barrier()
+    started_s = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait(device)
+    slowest = torch.tensor([(time.perf_counter() - started_s) / count], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.item())
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Strategies side by side: measured, predicted, and put into tables."""

@@ -1,0 +1,85 @@
+"""One model on which every strategy can take its turn: `Arena`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgwfbp.bench.contenders import HOOKED, Contender
+from mgwfbp.bench.turns import Step
+from mgwfbp.errors import MeasureError
+from mgwfbp.measure.workload import Workload, run_to_loss
+from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.strategies import parallel
+from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["Arena"]
+
+# The tuner says it needs about 100.
+MAX_TUNING_STEPS = 1000
+
+
+class Arena:
+    """A model wrapped once for all plans, which are changed between turns, and once for every strategy with a hook.
+
+    All wrappers hold the same parameters: a Reducer that did not run the forward pass does not look at gradients. All
+    ranks must call every method alike.
+    """
+
+    def __init__(self, workload: Workload, trace: ModelTrace, *, tune: bool = False, **ddp_arguments: Any) -> None:
+        self._workload, self._trace, self._ddp_arguments = workload, trace, ddp_arguments
+        self._planned = DistributedDataParallel(workload.model, tune=tune, **ddp_arguments)
+        self._hooked: dict[str, DistributedDataParallel] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self._workload.model.parameters()).device
+
+    def tune(self, on_steps: Callable[[int], object] = lambda _: None) -> Tuning:
+        """Train until the tuner has settled, if it was asked to tune; before any strategy enters."""
+        for _ in range(MAX_TUNING_STEPS):
+            if self._planned.tuning.state != "working":
+                return self._planned.tuning
+            self.step(self._planned)
+            on_steps(1)
+        raise MeasureError(f"the tuner is still at work after {MAX_TUNING_STEPS} steps: {self._planned.tuning}")
+
+    def enter(self, contender: Contender) -> Step:
+        """Make a strategy the one in force and return its step."""
+        model = self.model_for(contender)
+        if contender.by_torch:
+            self.step(model)  # torch sends one message in a Reducer's first step and makes buckets in the second
+        return lambda: self.step(model)
+
+    def enter_alone(self) -> Step:
+        """Return a step without any communication."""
+
+        def step() -> None:
+            with self._planned.no_sync():
+                self.step(self._planned)
+
+        return step
+
+    def way(self, contender: Contender) -> Callable[[], Step]:
+        """Return what makes the strategy the one in force when its turn has come."""
+        return lambda: self.enter(contender)
+
+    def model_for(self, contender: Contender) -> DistributedDataParallel:
+        """Return the wrapped model, with the contender's messages."""
+        if contender.strategy in HOOKED:
+            if contender.strategy not in self._hooked:
+                self._hooked[contender.strategy] = parallel(
+                    self._workload.model, contender.strategy, trace=self._trace, **self._ddp_arguments
+                )
+            return self._hooked[contender.strategy]
+        self._planned.replan(None if contender.by_torch else contender.plan)
+        return self._planned
+
+    def step(self, model: nn.Module) -> None:
+        """Do one training step without the update: from the forward pass to averaged gradients."""
+        # As optimizers do by default; what another wrapper's buckets hold must not be added to.
+        model.zero_grad(set_to_none=True)
+        run_to_loss(model, self._workload.batch, self._workload.loss_fn).backward()

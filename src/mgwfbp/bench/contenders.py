@@ -1,0 +1,80 @@
+"""Who takes part: a strategy's name, the messages it sends, and what its step is predicted to take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from mgwfbp.bench.servers import ServerCosts, predict_servers
+from mgwfbp.cost import Cost
+from mgwfbp.errors import StrategyError
+from mgwfbp.plan import MergePlan
+from mgwfbp.record import first_repeated
+from mgwfbp.runtime.strategies import plan_for
+from mgwfbp.timeline import Timeline, predict, predict_naive
+from mgwfbp.trace import ModelTrace
+from mgwfbp.units import quote
+
+__all__ = [
+    "HOOKED",
+    "Contender",
+    "Costs",
+    "check_strategies",
+    "make_contender",
+    "predict_contender",
+]
+
+# Strategies that no plan can say: each needs a wrapped model of its own.
+HOOKED = ("naive", "ps")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A strategy that can take its turn."""
+
+    strategy: str
+    plan: MergePlan  # the messages of a step
+    by_torch: bool = False  # torch's own buckets, of which the plan is only a description
+
+
+def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, or raise unless there are some, each once and each known."""
+    if not names:
+        raise StrategyError("no strategy is given, expected one or more")
+    repeated = first_repeated(names)
+    if repeated is not None:
+        raise StrategyError(f"strategy {quote(repeated)} stands twice, expected every name once")
+    toy = nn.Linear(1, 1)
+    for name in names:
+        if name not in ("auto", "ddp", "mgwfbp", "optimal"):  # which need measurements, and are known
+            plan_for(toy, name)
+    return tuple(names)
+
+
+def make_contender(strategy: str, module: nn.Module, trace: ModelTrace, cost: Cost) -> Contender:
+    """Plan for a strategy's messages; ``ddp`` is described by what torch's buckets are once it has seen a step."""
+    if strategy == "ddp":
+        buckets = plan_for(module, "bucket", trace=trace, cost=cost)
+        return Contender("ddp", replace(buckets, planner="ddp"), by_torch=True)
+    return Contender(strategy, plan_for(module, strategy, trace=trace, cost=cost))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What messages cost, by what is under way beside them."""
+
+    idle: Cost  # beside nothing: of a burst after the backward pass
+    loaded: Cost  # beside the backward pass
+    servers: ServerCosts | None = None  # through the rank that owns a gradient
+
+
+def predict_contender(contender: Contender, trace: ModelTrace, costs: Costs) -> Timeline | None:
+    """Lay out the step of a contender as the package's model has it; None where nothing is known of its messages.
+
+    What overlaps nothing, naive S-SGD and a plan of one message, is sent beside idle processors.
+    """
+    if contender.strategy == "naive":
+        return predict_naive(trace, costs.idle)
+    if contender.strategy == "ps":
+        return None if costs.servers is None else predict_servers(trace, costs.servers, contender.plan)
+    return predict(trace, costs.idle if contender.plan.num_groups == 1 else costs.loaded, contender.plan)

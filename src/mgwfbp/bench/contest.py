@@ -1,0 +1,160 @@
+"""Strategies side by side on one model and network: `contest`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from mgwfbp.bench.arena import Arena
+from mgwfbp.bench.contenders import Contender, Costs, make_contender, predict_contender
+from mgwfbp.bench.learning import Learnt, learn, observe
+from mgwfbp.bench.servers import ServerCosts
+from mgwfbp.bench.turns import Schedule, take_turns
+from mgwfbp.cost import PiecewiseCost
+from mgwfbp.measure.workload import Workload
+from mgwfbp.results import BenchResult, StrategyResult
+from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.timeline import Timeline
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["Case", "Listener", "contest", "num_steps"]
+
+# The turn without communication, among the strategies'.
+ALONE = "no communication"
+# Plans whose messages are of all sizes there are; the last overlaps as most plans do.
+LEARN_FROM = ("single", "wfbp", "ddp")
+# Steps that are watched of each of them, and at the end of every strategy.
+WATCHED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What strategies are compared on: a model, its trace, and what messages cost between these workers."""
+
+    workload: Workload
+    trace: ModelTrace  # recorded without communication
+    cost: PiecewiseCost  # swept without computation
+    servers: ServerCosts | None = None  # of gradients through the ranks that own them
+    network: str = "unnamed"
+    ddp_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told how far a contest is."""
+
+    on_steps: Callable[[int], object] = lambda _: None  # so many more steps are done
+    on_turn: Callable[[int, Mapping[str, float]], object] = lambda _turn, _times: None
+    on_phase: Callable[[str], object] = lambda _: None  # what has been found
+
+
+def num_steps(strategies: Sequence[str], schedule: Schedule, *, learns: bool, timelines: bool) -> int:
+    """Return about how many steps a contest takes; a tuner's are a hundred more."""
+    turns = schedule.turns * (1 + len(strategies)) * (schedule.settle + schedule.steps)
+    watched = (len(LEARN_FROM) if learns else 0) + (len(strategies) if timelines else 0)
+    return turns + watched * (1 + WATCHED_STEPS) + 100 * ("auto" in strategies)
+
+
+def contest(
+    case: Case,
+    strategies: Sequence[str],
+    schedule: Schedule,
+    *,
+    learns: bool = True,
+    timelines: bool = True,
+    listener: Listener | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> BenchResult:
+    """Measure strategies in interleaved turns and predict each. All ranks must call it.
+
+    They get the same result, but for measured timelines, which are each rank's own.
+
+    ``auto`` comes first: the tuner works until it has settled, and its plan then takes part like any other. With
+    ``learns`` some plans are watched next, and predictions and plans are made with the cost and the trace that training
+    itself shows; without, with those of ``case``. With ``timelines`` every strategy is watched at the end.
+    """
+    heard = listener or Listener()
+    arena = Arena(case.workload, case.trace, tune="auto" in strategies, **case.ddp_arguments)
+    tuning = arena.tune(heard.on_steps) if "auto" in strategies else None
+    if tuning is not None:
+        heard.on_phase(repr(tuning))
+    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.cost)
+    contenders = [_contender(name, case, learnt, tuning) for name in strategies]
+    ways = {ALONE: arena.enter_alone, **{one.strategy: arena.way(one) for one in contenders}}
+    turns_s = take_turns(ways, schedule, arena.device, on_turn=heard.on_turn, on_steps=heard.on_steps)
+    seen = _watch(arena, contenders, heard) if timelines else {}
+    before = Costs(case.cost, case.cost, case.servers)
+    after = Costs(case.cost, learnt.cost, case.servers)
+    compute_s = median(turns_s[ALONE])
+    results = []
+    for one in contenders:
+        predicted = predict_contender(one, learnt.trace, after)
+        result = StrategyResult.of_turns(
+            one.strategy,
+            turns_s[one.strategy],
+            compute_s,
+            num_messages=one.plan.num_groups,
+            predicted_s=None if predicted is None else predicted.iteration_s,
+            plan=one.plan,
+            timeline=seen.get(one.strategy),
+            predicted_timeline=predicted if timelines else None,
+        )
+        results.append(result)
+    untaught = {one.strategy: predict_contender(one, case.trace, before) for one in contenders}
+    return BenchResult(
+        model=case.trace.model,
+        workers=dist.get_world_size(),
+        network=case.network,
+        compute_s=compute_s,
+        strategies=tuple(results),
+        trace=learnt.trace,
+        cost=learnt.cost,
+        source={
+            **(source or {}),
+            "turns": schedule.turns,
+            "steps": schedule.steps,
+            "settle": schedule.settle,
+            "compute_turns_s": turns_s[ALONE],
+            "recorded_compute_s": case.trace.compute_s,
+            "learnt": learns,
+            "predicted_before_learning_s": {
+                name: None if timeline is None else timeline.iteration_s for name, timeline in untaught.items()
+            },
+            "terms": [asdict(terms) for terms in learnt.terms],
+            "swept_cost": case.cost.points,
+            "tuning": None if tuning is None else _told(tuning),
+        },
+    )
+
+
+def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
+    plans = [make_contender(name, case.workload.model, case.trace, case.cost) for name in LEARN_FROM]
+    learnt = learn(arena, plans, case.trace, case.cost, steps=WATCHED_STEPS, on_steps=heard.on_steps)
+    for terms in learnt.terms:
+        heard.on_phase(f"in training, {terms}")
+    return learnt
+
+
+def _contender(name: str, case: Case, learnt: Learnt, tuning: Tuning | None) -> Contender:
+    if name != "auto" or tuning is None:
+        return make_contender(name, case.workload.model, learnt.trace, learnt.cost)
+    if tuning.plan is None:  # the tuner gave up and left torch's own buckets
+        return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy="auto")
+    return Contender("auto", replace(tuning.plan, model=case.trace.model, planner="auto"))
+
+
+def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> dict[str, Timeline]:
+    """Return a measured timeline of every strategy, this rank's."""
+    seen = {}
+    for contender in contenders:
+        seen[contender.strategy] = observe(arena, contender, WATCHED_STEPS).timeline
+        heard.on_steps(1 + WATCHED_STEPS)
+    return seen
+
+
+def _told(tuning: Tuning) -> dict[str, Any]:
+    """Return what the tuner says about itself, without what the result says already."""
+    told = tuning.to_json()
+    return {name: told[name] for name in ("state", "reason", "steps", "candidates", "before_s", "after_s", "spent_s")}

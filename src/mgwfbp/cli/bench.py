@@ -1,0 +1,256 @@
+"""``mgwfbp bench``: strategies side by side, measured."""
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mgwfbp.cli.blame import failures_of
+from mgwfbp.cli.document import Grid, Section, to_markdown
+from mgwfbp.cli.options import Output
+from mgwfbp.cli.output import print_table, talk, write_record
+from mgwfbp.cli.progress import progress_bar
+from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
+from mgwfbp.cli.workloads import (
+    BatchSize,
+    Factory,
+    ImageSize,
+    Model,
+    OnDevice,
+    SequenceLength,
+    Workers,
+    check_device,
+    device_of,
+    make_workload,
+    one_of,
+)
+from mgwfbp.errors import StrategyError
+from mgwfbp.record import write_text
+from mgwfbp.results import BenchResult
+from mgwfbp.trace import ModelTrace, load_trace
+from mgwfbp.units import format_seconds
+
+if TYPE_CHECKING:
+    from mgwfbp.bench.contest import Case
+    from mgwfbp.bench.turns import Schedule
+    from mgwfbp.measure.workload import Workload
+
+__all__ = ["bench"]
+
+# A step in slow motion may take a minute, and a rank may wait for another's whole step.
+BENCH_TIMEOUT_S = 900.0
+
+
+def bench(
+    model: Model = None,
+    factory: Factory = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|NAME", help="A stand-in that waits as this trace says, and computes nothing."),
+    ] = None,
+    scale: Annotated[float, typer.Option(min=0.001, help="With --replay: times so many times as long.")] = 1.0,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,...", help="Of auto, ddp, naive, wfbp, single, bucket, bucket-N, mgwfbp, optimal, ps."
+        ),
+    ] = "naive,wfbp,single,ps,mgwfbp,ddp,optimal,auto",
+    turns: Annotated[int, typer.Option(min=1, help="How often every strategy's turn comes.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count in a turn.")] = 5,
+    settle: Annotated[int, typer.Option(min=0, help="Steps before them that do not.")] = 1,
+    learn: Annotated[
+        bool, typer.Option(help="Plan and predict with what messages and gradients take in training, watched first.")
+    ] = True,
+    budget: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the sweep of message sizes.")] = 10.0,
+    batch_size: BatchSize = 32,
+    image_size: ImageSize = None,
+    sequence_length: SequenceLength = 128,
+    device: OnDevice = "cpu",
+    workers: Workers = None,
+    network_label: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the result calls the network, e.g. '10gbit (lab)'.")
+    ] = None,
+    timelines: Annotated[bool, typer.Option(help="Keep predicted and measured timelines in the result.")] = True,
+    output: Output = None,
+    markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")] = None,
+) -> None:
+    """Measure strategies side by side, in turns: a model of yours, or a recorded one over the real network.
+
+    Runs under torchrun or `mgwfbp lab`, or starts local workers itself. The table goes to stderr where the result goes
+    to stdout.
+    """
+    spec = one_of(model=model, factory=factory, replay=replay)
+    names = _strategy_names(strategies)
+    if replay is None and scale != 1:
+        raise typer.BadParameter("only recorded times can be slowed: give --replay", param_hint="--scale")
+    if replay is not None and device != "cpu":
+        raise typer.BadParameter("a replay needs no GPU; leave it out", param_hint="--device")
+    recorded = None if replay is None else load_trace(replay)
+    check_device(device)
+    start_local_workers(workers)
+    if not under_launcher():
+        raise typer.BadParameter(
+            "2 or more, or run under torchrun: one worker has nobody to talk to", param_hint="--workers"
+        )
+    from mgwfbp.bench.turns import Schedule
+
+    schedule = Schedule(turns, steps, settle)
+    wanted = _Wanted(names, network_label or "unnamed", budget)
+    with process_group(device, None, timeout_s=BENCH_TIMEOUT_S):
+        if recorded is None:
+            with failures_of(spec, batch_size, device):
+                case = _model_case(
+                    lambda: make_workload(spec, batch_size, device_of(device), image_size, sequence_length), wanted
+                )
+        else:
+            case = _replay_case(recorded, scale, wanted)
+        result = _run(case, names, schedule, learn, timelines)
+    if rank() == 0:
+        _show(result, output, markdown)
+
+
+def _strategy_names(text: str) -> tuple[str, ...]:
+    """Return the names, or refuse unknown ones before any worker is started."""
+    from mgwfbp.bench.contenders import check_strategies
+
+    try:
+        return check_strategies([name.strip() for name in text.split(",") if name.strip()])
+    except StrategyError as error:
+        raise typer.BadParameter(str(error), param_hint="--strategies") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is asked for, whatever the model."""
+
+    strategies: tuple[str, ...]
+    network: str
+    budget_s: float  # for the sweep
+
+
+def _replay_case(recorded: ModelTrace, scale: float, wanted: _Wanted) -> "Case":
+    import torch
+
+    from mgwfbp.bench.replay import Replay, replayable, slowed
+    from mgwfbp.measure.agreement import together
+    from mgwfbp.measure.workload import Workload, default_loss
+
+    trace = replayable(slowed(recorded, scale))
+    workload = together(lambda: Workload(trace.model, Replay(trace), torch.zeros(1), 1, default_loss))
+    # Gradients that stay in the Reducer's buffers are not copied back: the processor has only messages to carry.
+    return _measured(workload, trace, wanted, {"gradient_as_bucket_view": True})
+
+
+def _model_case(make: "Callable[[], Workload]", wanted: _Wanted) -> "Case":
+    from mgwfbp.measure.agreement import agree_on_trace, together
+    from mgwfbp.measure.backward import measure_backward
+
+    workload = together(make)
+    trace = together(lambda: measure_backward(workload.model, workload.batch, workload.loss_fn, name=workload.name))
+    return _measured(workload, agree_on_trace(trace), wanted, {})
+
+
+def _measured(workload: "Workload", trace: ModelTrace, wanted: _Wanted, ddp_arguments: Mapping[str, Any]) -> "Case":
+    """Measure what messages cost between these workers."""
+    from mgwfbp.bench.contest import Case
+    from mgwfbp.bench.servers import measure_servers
+    from mgwfbp.measure.allreduce import measure_allreduce
+
+    device = next(workload.model.parameters()).device
+    with _fraction("all-reduce") as on_progress:
+        cost = measure_allreduce(
+            device=device, max_bytes=max(8, trace.grad_bytes), budget_s=wanted.budget_s, on_progress=on_progress
+        )
+    _tell(repr(cost))
+    servers = None
+    if "ps" in wanted.strategies:
+        with _fraction("parameter servers") as on_progress:
+            largest = max(layer.grad_bytes for layer in trace.layers)
+            servers = measure_servers(device, max_bytes=largest, on_progress=on_progress)
+    return Case(workload, trace, cost, servers, wanted.network, ddp_arguments)
+
+
+def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:
+    from mgwfbp.bench.contest import Listener, contest, num_steps
+
+    def on_turn(turn: int, times_s: Mapping[str, float]) -> None:
+        shown = ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in times_s.items())
+        _tell(f"turn {turn + 1} of {schedule.turns}: {shown}")
+
+    total = num_steps(names, schedule, learns=learns, timelines=timelines)
+    with progress_bar("steps", total, shown=rank() == 0) as advance:
+        listener = Listener(on_steps=advance, on_turn=on_turn, on_phase=_tell)
+        return contest(case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=_source())
+
+
+def _source() -> dict[str, Any]:
+    """Say what was run where, for whoever reads the result."""
+    import torch
+
+    import mgwfbp
+
+    return {
+        "command": shlex.join(["mgwfbp", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "mgwfbp": mgwfbp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],  # before the first step
+        "nice": os.nice(0),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name, where the kernel tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _show(result: BenchResult, output: str | None, markdown: str | None) -> None:
+    from mgwfbp.bench.tables import bench_rows, bench_titles, error_summary
+
+    titles, rows = bench_titles(result), bench_rows(result)
+    write_record(result, output)
+    summary = f"computation alone {format_seconds(result.compute_s)}; {error_summary(result)}"
+    if output is not None:
+        print_table(titles, rows)
+    talk(f"{result!r}; {summary}")
+    if markdown is not None:
+        heading = f"{result.model}, {result.workers} workers, {result.network}"
+        table = Grid(titles, tuple(rows))
+        write_text(markdown, to_markdown("Strategies side by side", [Section(heading, (table, summary))]))
+        talk(f"wrote {markdown}")
+
+
+def _tell(text: str) -> None:
+    if rank() == 0:
+        talk(text)
+
+
+@contextmanager
+def _fraction(what: str) -> Iterator[Any]:
+    """Show the progress of something that says which fraction of it is done."""
+    with progress_bar(what, 1.0, shown=rank() == 0) as advance:
+        done = 0.0
+
+        def on_progress(fraction: float) -> None:
+            nonlocal done
+            advance(fraction - done)
+            done = fraction
+
+        yield on_progress

@@ -1,0 +1,182 @@
+"""``mgwfbp report``: pages, figures, text and traces from the files that other commands write."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mgwfbp.cli.options import (
+    DEFAULT_BUCKET_MB,
+    DEFAULT_FIRST_BUCKET_MB,
+    BucketMb,
+    FirstBucketMb,
+    planners,
+)
+from mgwfbp.cli.output import talk
+from mgwfbp.errors import FileError, ReportError
+from mgwfbp.network import PRESETS, load_network
+from mgwfbp.planners import PLANNERS, Planner
+from mgwfbp.record import write_bytes, write_text
+from mgwfbp.report.cases import find_cases
+from mgwfbp.report.inputs import Inputs, load_inputs
+from mgwfbp.report.page import build_page
+from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
+from mgwfbp.report.perfetto import timelines_of, to_perfetto
+from mgwfbp.report.text import draw_case
+from mgwfbp.report.words import summarize_runs, summarize_scaling
+
+__all__ = ["report"]
+
+Format = Literal["html", "png", "svg", "pdf", "text", "perfetto"]
+_BY_SUFFIX: dict[str, Format] = {
+    ".html": "html",
+    ".htm": "html",
+    ".png": "png",
+    ".svg": "svg",
+    ".pdf": "pdf",
+    ".txt": "text",
+    ".json": "perfetto",
+}
+_FIGURE_NAMES = ("timelines", "all", *(str(number) for number in FIGURES))
+
+
+def report(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="INPUT...",
+            help="Traces, costs, networks, plans, timelines, benchmark results, `simulate --json`, folders of runs; "
+            "names of recorded traces and networks, too.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; its ending says the format.")
+    ] = None,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="html is the page, perfetto a trace for ui.perfetto.dev.", show_default=False),
+    ] = None,
+    figure: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|timelines|all",
+            help="For png, svg, pdf: a figure of the paper, the timelines (if not given), or all to the folder -o.",
+        ),
+    ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|FILE", help=f"A network to plan for: network.json or one of {', '.join(PRESETS)}."),
+    ] = None,
+    workers: Annotated[str | None, typer.Option(metavar="N,N,...", help="Workers on these networks.")] = None,
+    planner: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help=f"Whose plans to predict, if not all: any of {', '.join(PLANNERS)}."),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
+    bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
+    first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
+) -> None:
+    """Show where the time goes: one page, figures, plain text, or a trace for Perfetto."""
+    chosen = form or _BY_SUFFIX.get(Path(output).suffix.lower() if output else ".txt", "html")
+    if figure is not None and (chosen not in ("png", "svg", "pdf") or figure not in _FIGURE_NAMES):
+        wanted = "1 to 9, timelines or all, with --format png, svg or pdf"
+        raise typer.BadParameter(f"{figure!r} with format {chosen}, expected {wanted}", param_hint="--figure")
+    given = load_inputs(inputs or ())
+    named = tuple((name, load_network(name)) for name in network or ())
+    given = replace(given, networks=(*given.networks, *named))
+    counts = _worker_counts(workers)
+    if given.networks and given.traces and not counts and figure in (None, "timelines"):
+        raise typer.BadParameter("missing; a network does not say how many there are", param_hint="--workers")
+    everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
+    if chosen == "html":
+        _write(build_page(given, workers=counts, planners=everyone, title=title), output)
+    elif chosen == "text":
+        _write(_text(given, counts, everyone), output)
+    elif chosen == "perfetto":
+        timelines = timelines_of(find_cases(given, workers=counts, planners=everyone))
+        if not timelines:
+            raise ReportError("there is no timeline: give a trace and a cost, a timeline, a benchmark or a run")
+        _write(json.dumps(to_perfetto(timelines), allow_nan=False) + "\n", output)
+    else:
+        _write_figures(given, counts, everyone, chosen, figure or "timelines", output)
+
+
+def _worker_counts(text: str | None) -> list[int]:
+    counts = []
+    for part in text.split(",") if text is not None else ():
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise typer.BadParameter(f"{part!r}, expected whole numbers of 1 or more: 4,8", param_hint="--workers")
+        counts.append(int(part))
+    return counts
+
+
+def _chosen_planners(names: list[str] | None, everyone: dict[str, Planner]) -> dict[str, Planner]:
+    chosen = ",".join(names).split(",") if names else list(everyone)
+    for name in chosen:
+        if name not in everyone:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(everyone)}", param_hint="--planner")
+    return {name: everyone[name] for name in chosen}
+
+
+def _write(text: str, output: str | None) -> None:
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    write_text(output, text)
+    talk(f"wrote {output}")
+
+
+def _text(given: Inputs, counts: list[int], everyone: dict[str, Planner]) -> str:
+    width = min(200, max(40, shutil.get_terminal_size((100, 24)).columns))
+    parts = [draw_case(case, width=width) for case in find_cases(given, workers=counts, planners=everyone)]
+    parts += [words + "\n" for words in summarize_scaling([row for _, rows in given.sweeps for row in rows])]
+    parts += [words + "\n" for words in summarize_runs(given.runs)]
+    if not parts:
+        raise ReportError("there is nothing to show: give a trace and a cost, a timeline, a benchmark or a run")
+    return "\n".join(parts)
+
+
+def _write_figures(
+    given: Inputs,
+    counts: list[int],
+    everyone: dict[str, Planner],
+    form: Literal["png", "svg", "pdf"],
+    figure: str,
+    output: str | None,
+) -> None:
+    from mgwfbp.report.figures import render_figure  # matplotlib takes a while to load
+
+    if output is None:
+        raise typer.BadParameter("missing; a picture is not for a terminal (try --format text)", param_hint="--output")
+    if figure == "all":
+        try:
+            Path(output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{output}: cannot be made a folder: {error.strerror or error}") from error
+        for number in FIGURES:
+            _write_picture(
+                render_figure(paper_figure(number, given), form), str(Path(output) / f"figure{number}.{form}")
+            )
+        return
+    if figure == "timelines":
+        timelines = timelines_of(find_cases(given, workers=counts, planners=everyone))
+        if not timelines:
+            raise ReportError("there is no timeline to draw: give a trace and a cost, or --figure 1 to 9 of the paper")
+        title = timelines[0].case if len({entry.case for entry in timelines}) == 1 else "Timelines"
+        shown = [
+            (entry.label if entry.case == title else f"{entry.case}: {entry.label}", entry.timeline)
+            for entry in timelines
+        ]
+        picture = Figure(title, (Panel("", timelines=tuple(shown)),))
+    else:
+        picture = paper_figure(int(figure), given)
+    _write_picture(render_figure(picture, form), output)
+
+
+def _write_picture(content: bytes, output: str) -> None:
+    write_bytes(output, content)
+    talk(f"wrote {output}")

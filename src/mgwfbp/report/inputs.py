@@ -1,0 +1,174 @@
+"""What a report is made from: files recognised by what they say they are, folders of runs, names of what we have."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from mgwfbp.cost import LinearCost, PiecewiseCost, load_cost
+from mgwfbp.errors import FormatError, ReportError
+from mgwfbp.network import PRESETS, Network, load_network
+from mgwfbp.plan import MergePlan
+from mgwfbp.record import Fields, check_count, check_real, check_text, naming, read_json
+from mgwfbp.results import BenchResult
+from mgwfbp.run import RunResults, TrainingRun
+from mgwfbp.timeline import Timeline
+from mgwfbp.trace import ModelTrace, load_trace, recorded_traces
+from mgwfbp.units import quote
+
+__all__ = ["Inputs", "KnownCost", "ScalingRow", "load_inputs"]
+
+T = TypeVar("T")
+Named = tuple[str, T]  # what the user calls it, and what it is
+KnownCost = LinearCost | PiecewiseCost
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """What one strategy gives on so many workers."""
+
+    model: str
+    network: str
+    strategy: str
+    workers: int
+    num_messages: int
+    iteration_s: float
+    compute_s: float
+    exposed_s: float
+    speedup: float
+    efficiency: float
+    how: str  # simulated, predicted or measured
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that was given, by kind."""
+
+    traces: tuple[Named[ModelTrace], ...] = ()
+    costs: tuple[Named[KnownCost], ...] = ()
+    networks: tuple[Named[Network], ...] = ()
+    plans: tuple[Named[MergePlan], ...] = ()
+    timelines: tuple[Named[Timeline], ...] = ()
+    benches: tuple[Named[BenchResult], ...] = ()
+    runs: tuple[Named[TrainingRun], ...] = ()
+    sweeps: tuple[Named[tuple[ScalingRow, ...]], ...] = ()
+
+    @property
+    def descriptions(self) -> tuple[tuple[str, str, str], ...]:
+        """Of each its name, its kind and what it is."""
+        records: list[tuple[str, tuple[Named[Any], ...]]] = [
+            ("trace", self.traces),
+            ("cost", self.costs),
+            ("network", self.networks),
+            ("plan", self.plans),
+            ("timeline", self.timelines),
+            ("benchmark", self.benches),
+            ("training run", self.runs),
+        ]
+        found = [(name, kind, _describe(record)) for kind, some in records for name, record in some]
+        return (*found, *((name, "simulation", f"{len(rows)} points") for name, rows in self.sweeps))
+
+
+def _describe(record: object) -> str:
+    source = getattr(record, "source", {})
+    said = [
+        f"{key}: {str(source[key])[:80]}"
+        for key in ("measured", "device", "batch_size", "backend", "date")
+        if key in source
+    ]
+    return f"{record!r}{' ' * bool(said)}{', '.join(said)}"
+
+
+def load_inputs(names: Iterable[str | os.PathLike[str]]) -> Inputs:
+    """Read files, folders of training runs, recorded traces and preset networks, whatever each name stands for."""
+    found: dict[str, list[Any]] = {}
+    paths = [os.fspath(name) for name in names]
+    for path, label in zip(paths, _labels(paths), strict=True):
+        for kind, record in _load(path, label):
+            found.setdefault(kind, []).append((label, record))
+    return Inputs(**{kind: tuple(some) for kind, some in found.items()})
+
+
+def _labels(paths: Sequence[str]) -> list[str]:
+    """Call each by the last part of its path, by all of it where that is not enough, and never two the same.
+
+    >>> _labels(["a/run", "b/run", "trace.json", "trace.json"])
+    ['a/run', 'b/run', 'trace.json', 'trace.json (2)']
+    """
+    short = [Path(path).name or path for path in paths]
+    labels: list[str] = []
+    for path, name in zip(paths, short, strict=True):
+        label = name if short.count(name) == 1 else path
+        times = sum(other == label or other.startswith(f"{label} (") for other in labels)
+        labels.append(f"{label} ({times + 1})" if times else label)
+    return labels
+
+
+def _load(name: str, label: str) -> list[tuple[str, Any]]:
+    if os.path.isdir(name):  # noqa: PTH112 - a NUL byte in a name is no crash
+        return [("runs", TrainingRun.load(name))]
+    if not os.path.exists(name):  # noqa: PTH110
+        if name in recorded_traces():
+            return [("traces", load_trace(name))]
+        if name.lower() in PRESETS:
+            return [("networks", load_network(name))]
+    data = read_json(name)
+    if isinstance(data, list):
+        with naming(name):
+            return [("sweeps", _rows(data, label.removesuffix(".json")))]
+    with naming(name):
+        fields = Fields(data)
+        rows = fields.get("rows", None)
+        if fields.get("format", None) is None and isinstance(rows, dict):  # of `mgwfbp paper --json`
+            return [("sweeps", _rows(fields.child("rows").items(model), model)) for model in rows]
+        form = fields["format"]
+        if not isinstance(form, str) or form not in _READERS:
+            known = ", ".join(_READERS)
+            raise FormatError(f"format: {quote(form)} is not one a report is made from: {known}")
+    kind, read = _READERS[form]
+    return [(kind, read(name))]
+
+
+# format -> where it belongs, how it is read
+_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = MappingProxyType(
+    {
+        ModelTrace.FORMAT: ("traces", ModelTrace.load),
+        LinearCost.FORMAT: ("costs", load_cost),
+        Network.FORMAT: ("networks", Network.load),
+        MergePlan.FORMAT: ("plans", MergePlan.load),
+        Timeline.FORMAT: ("timelines", Timeline.load),
+        BenchResult.FORMAT: ("benches", BenchResult.load),
+        RunResults.FORMAT: ("runs", lambda name: TrainingRun.load(Path(name).parent)),
+    }
+)
+
+
+def _rows(data: Sequence[Any], model: str) -> tuple[ScalingRow, ...]:
+    """Read what `mgwfbp simulate --json` prints."""
+    if not data:
+        raise FormatError("an empty list, expected the rows of `mgwfbp simulate --json`")
+    return tuple(_row(Fields(entry, f"[{index}]"), model) for index, entry in enumerate(data))
+
+
+def _row(fields: Fields, model: str) -> ScalingRow:
+    def real(name: str) -> float:
+        return check_real(fields[name], fields.path(name), ReportError)
+
+    network = str(fields.get("network", "network"))
+    if fields.get("scale", 1.0) != 1.0:
+        network += f", computation x {real('scale'):g}"
+    return ScalingRow(
+        model=model,
+        network=network,
+        strategy=check_text(fields["planner"], fields.path("planner"), ReportError),
+        workers=check_count(fields["workers"], fields.path("workers"), ReportError, minimum=1),
+        num_messages=check_count(fields["num_groups"], fields.path("num_groups"), ReportError, minimum=1),
+        iteration_s=real("iteration_s"),
+        compute_s=real("iteration_s") - real("exposed_s"),
+        exposed_s=real("exposed_s"),
+        speedup=real("speedup"),
+        efficiency=real("efficiency"),
+        how="simulated",
+    )

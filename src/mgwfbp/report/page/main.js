@@ -1,0 +1,108 @@
+// The page: words first, then pictures, each above its table.
+
+const page = JSON.parse(document.getElementById("records").textContent);
+
+function namesOf(ranges) {
+  const found = [];
+  for (let place = 0; place < ranges.length; place += 2) {
+    for (let layer = 0; layer < ranges[place + 1]; layer++) found.push(page.names[ranges[place] + layer]);
+  }
+  return found;
+}
+
+function decodeStep(data) {
+  const backward = page.backwards[data.backward];
+  return {
+    ...data,
+    backward: { ...backward, layers: (place) => namesOf(backward.ranges[place]) },
+    messages: { ...data.messages, layers: (place) => namesOf(data.messages.ranges[place]) },
+  };
+}
+
+function stepTitle(step) {
+  const exposed = step.iteration_s - step.compute_s;
+  const share = step.iteration_s ? exposed / step.iteration_s : 0;
+  return (
+    `${step.name}, ${step.how}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}, ` +
+    `exposed ${formatSeconds(exposed)} (${formatDigits(share * 100, 3)} %)`
+  );
+}
+
+const LEGEND = [
+  ["forward", "forward pass"],
+  ["gradient", "backward pass, gradient by gradient"],
+  ["message", "message, hidden behind computation"],
+  ["exposed", "exposed: nothing hides it"],
+];
+
+function makeTimelineLegend() {
+  const entries = LEGEND.map(([kind, words]) => {
+    const swatch = makeSvg("svg", { width: 20, height: 12, viewBox: "0 0 20 12", "aria-hidden": "true" });
+    swatch.append(makeSvg("path", { class: kind, d: "M0 0h20v12h-20z" }));
+    return make("span", {}, swatch, words);
+  });
+  return make("div", { class: "legend" }, ...entries);
+}
+
+function makeCase(entry) {
+  const section = make("section", { class: "case" }, make("h2", {}, entry.title));
+  if (entry.summary) section.append(make("p", { class: "more" }, entry.summary));
+  if (entry.steps.length) {
+    section.append(makeTimelineLegend());
+    const whole = { start: 0, end: Math.max(...entry.steps.map((step) => step.iteration_s)) };
+    let view = whole;
+    const shortest = Math.min(...entry.steps.map((step) => step.iteration_s));
+    const back = make("button", { type: "button", hidden: "" }, "Show whole steps");
+    const closer = make("button", { type: "button" }, "Look closer at the short steps");
+    closer.hidden = whole.end < 2 * shortest;
+    section.append(make("p", { class: "hint" }, "All steps are drawn to one scale. Point at a message to see what it carries; drag to look closer. ", closer, " ", back));
+    closer.addEventListener("click", () => zoom({ start: 0, end: 1.2 * shortest }));
+    const redraw = [];
+    const zoom = (wanted) => {
+      view = wanted || whole;
+      back.hidden = view === whole;
+      for (const draw of redraw) draw();
+    };
+    back.addEventListener("click", () => zoom(null));
+    for (const data of entry.steps) {
+      const step = decodeStep(data);
+      const plot = make("div", { class: "plot", "data-step": step.name, "data-how": step.how });
+      addPicture(plot, (width) => drawStep(plot, step, view, width, zoom));
+      redraw.push(() => drawStep(plot, step, view, plot.clientWidth, zoom));
+      const table = makeLateTable(`The ${plural(step.messages.start.length, "message")} of ${step.name}`, () => messageTable(step));
+      section.append(make("div", { class: "step" }, make("h4", {}, stepTitle(step)), plot, table));
+    }
+  }
+  section.append(makeChart(entry.breakdown));
+  return section;
+}
+
+function makeGroup(group) {
+  const section = make("section", { id: group.id }, make("h2", {}, group.title));
+  for (const words of group.summary) section.append(make("p", { class: "more" }, words));
+  section.append(make("div", { class: "charts" }, ...group.charts.map(makeChart)));
+  return section;
+}
+
+function build() {
+  const main = document.querySelector("main");
+  main.replaceChildren(make("h1", {}, page.title));
+  if (page.lead) main.append(make("p", { class: "lead" }, page.lead));
+  for (const entry of page.cases) main.append(makeCase(entry));
+  if (page.what_if.length) main.append(makeWhatIf(page.what_if, page.names));
+  for (const group of page.groups) main.append(makeGroup(group));
+  main.append(make("section", { id: "inputs" }, make("h2", {}, "What this was made from"), makeTable(page.inputs)));
+  const words = make("section", { id: "words" }, make("h2", {}, "Words"));
+  for (const [term, meaning] of page.glossary) words.append(make("p", { class: "note" }, make("strong", {}, term), ` ${meaning}`));
+  main.append(words);
+  drawPictures(true);
+  document.documentElement.dataset.ready = "yes";
+}
+
+build();
+window.addEventListener("resize", () => drawPictures(false));
+// On paper nothing can be opened.
+window.addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("figure details")) details.open = true;
+});
+window.addEventListener("scroll", () => tooltip.hide(), { passive: true });

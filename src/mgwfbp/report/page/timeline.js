@@ -1,0 +1,230 @@
+// Steps laid out in time: computation above, messages below, what nothing hides marked.
+//
+// A step is {forward: [start, end], backward, messages, compute_s, iteration_s}; backward and messages are columns
+// {start, end, bytes, ready?} and `layers(place)` gives the names of one entry.
+
+const GUTTER = 72;
+const LANE = 22;
+const GAP = 5;
+const AXIS = 20;
+const TOP = 4;
+const MARK = 13;
+const MOST_NAMES = 6;
+
+function scaleOf(view, width) {
+  const inner = Math.max(40, width - GUTTER - 6);
+  return (time) => GUTTER + ((time - view.start) / (view.end - view.start || 1)) * inner;
+}
+
+// One path for many rectangles: thousands of messages are two elements.
+function rectangles(spans, x, y, height, limits, keep) {
+  const parts = [];
+  for (let place = 0; place < spans.start.length; place++) {
+    if (!keep(place) || spans.end[place] < limits.start || spans.start[place] > limits.end) continue;
+    const left = x(Math.max(spans.start[place], limits.start));
+    const right = x(Math.min(spans.end[place], limits.end));
+    const wide = right - left;
+    const shown = wide > 6 ? wide - 0.8 : Math.max(wide, 0.5);
+    parts.push(`M${left.toFixed(2)} ${y}h${shown.toFixed(2)}v${height}h${(-shown).toFixed(2)}z`);
+  }
+  return parts.join("");
+}
+
+function drawStep(host, step, view, width, onZoom) {
+  const x = scaleOf(view, width);
+  const laneY = { compute: TOP, messages: TOP + LANE + GAP };
+  const markY = laneY.messages + LANE + 2;
+  const bottom = markY + MARK;
+  const svg = makeSvg("svg", {
+    class: "timeline",
+    viewBox: `0 0 ${width} ${bottom + AXIS}`,
+    width: "100%",
+    tabindex: 0,
+    role: "img",
+    "aria-label": `${step.name}, ${step.how}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}`,
+  });
+  const add = (tag, attributes, ...children) => svg.appendChild(makeSvg(tag, attributes, ...children));
+  for (const tick of linearTicks(view.start, view.end, width / 110)) {
+    const at = x(tick).toFixed(2);
+    add("line", { class: "grid", x1: at, x2: at, y1: TOP, y2: bottom });
+    const anchor = tick === 0 ? "start" : x(tick) > width - 30 ? "end" : "middle";
+    add("text", { class: "tick", x: at, y: bottom + 14, "text-anchor": anchor }, formatSeconds(tick));
+  }
+  for (const [lane, y] of Object.entries(laneY)) {
+    add("text", { class: "lane", x: 0, y: y + LANE / 2 + 4 }, lane === "compute" ? "compute" : "messages");
+  }
+  const forward = { start: [step.forward[0]], end: [step.forward[1]] };
+  const even = (place) => place % 2 === 0;
+  const odd = (place) => place % 2 === 1;
+  const lanes = [
+    ["forward", forward, laneY.compute, () => true],
+    ["gradient", step.backward, laneY.compute, even],
+    ["gradient other", step.backward, laneY.compute, odd],
+    ["message", step.messages, laneY.messages, even],
+    ["message other", step.messages, laneY.messages, odd],
+  ];
+  for (const [kind, spans, y, keep] of lanes) {
+    add("path", { class: kind, d: rectangles(spans, x, y, LANE, view, keep) });
+  }
+  labelLane(add, x, view, step.forward, laneY.compute, "forward");
+  labelLane(add, x, view, [step.forward[1], step.compute_s], laneY.compute, "backward");
+  if (step.iteration_s > step.compute_s && view.end > step.compute_s) {
+    const left = x(Math.max(step.compute_s, view.start));
+    const right = x(Math.min(step.iteration_s, view.end));
+    if (right > left) {
+      const late = { start: [], end: [] };
+      for (let place = 0; place < step.messages.start.length; place++) {
+        if (step.messages.end[place] <= step.compute_s) continue;
+        late.start.push(Math.max(step.compute_s, step.messages.start[place]));
+        late.end.push(step.messages.end[place]);
+      }
+      add("path", { class: "exposed even", d: rectangles(late, x, laneY.messages, LANE, view, even) });
+      add("path", { class: "exposed odd", d: rectangles(late, x, laneY.messages, LANE, view, odd) });
+      const end = step.iteration_s <= view.end ? "v-5" : ""; // open where it goes on beyond the picture
+      add("path", { class: "mark", d: `M${left} ${markY}v5H${right}${end}` });
+      const text = `exposed ${formatSeconds(step.iteration_s - step.compute_s)}`;
+      const room = right - left > text.length * 7.4;
+      const place = room ? { x: (left + right) / 2, "text-anchor": "middle" } : { x: left - 6, "text-anchor": "end" };
+      if (room || left > GUTTER + text.length * 7.4) {
+        add("text", { class: "exposed-label", y: room ? laneY.compute + LANE / 2 + 4 : markY + MARK - 2, ...place }, text);
+      }
+    }
+  }
+  const frame = add("rect", { class: "chosen", height: LANE, visibility: "hidden" });
+  host.replaceChildren(svg);
+  listen(svg, step, view, x, laneY, frame, onZoom);
+}
+
+function labelLane(add, x, view, [start, end], y, text) {
+  const left = x(Math.max(start, view.start));
+  const right = x(Math.min(end, view.end));
+  if (right - left > text.length * 8) {
+    add("text", { class: "on-lane", x: (left + right) / 2, y: y + LANE / 2 + 4, "text-anchor": "middle" }, text);
+  }
+}
+
+function listen(svg, step, view, x, laneY, frame, onZoom) {
+  const width = svg.viewBox.baseVal.width;
+  let chosen = -1;
+  let dragFrom = null;
+  const position = (event) => {
+    const box = svg.getBoundingClientRect();
+    const scale = width / box.width;
+    return { x: (event.clientX - box.left) * scale, y: (event.clientY - box.top) * scale };
+  };
+  const timeAt = (pixel) => view.start + ((pixel - GUTTER) / (x(view.end) - GUTTER)) * (view.end - view.start);
+  const show = (lane, place, clientX, clientY) => {
+    const spans = lane === "forward" ? { start: [step.forward[0]], end: [step.forward[1]] } : step[lane];
+    const left = x(Math.max(spans.start[place], view.start));
+    const right = Math.max(left + 1, x(Math.min(spans.end[place], view.end)));
+    frame.setAttribute("x", left);
+    frame.setAttribute("y", lane === "messages" ? laneY.messages : laneY.compute);
+    frame.setAttribute("width", right - left);
+    frame.setAttribute("visibility", "visible");
+    tooltip.show(describe(step, lane, place), clientX, clientY);
+  };
+  const hide = () => {
+    frame.setAttribute("visibility", "hidden");
+    tooltip.hide();
+  };
+  const point = (event) => {
+    const at = position(event);
+    const inMessages = at.y >= laneY.messages - GAP / 2;
+    const near = (3 * (view.end - view.start)) / width;
+    const time = timeAt(at.x);
+    const lane = inMessages ? "messages" : time < step.forward[1] ? "forward" : "backward";
+    const place = lane === "forward" ? 0 : findSpan(step[lane], time, near);
+    if (at.x < GUTTER - 4 || place < 0) return hide();
+    if (inMessages) chosen = place;
+    show(lane, place, event.clientX, event.clientY);
+  };
+  svg.addEventListener("pointermove", point);
+  svg.addEventListener("pointerdown", (event) => {
+    if (event.pointerType === "mouse") dragFrom = position(event).x;
+    point(event);
+  });
+  svg.addEventListener("pointerup", (event) => {
+    const to = position(event).x;
+    if (dragFrom !== null && Math.abs(to - dragFrom) > 12 && onZoom) {
+      const [start, end] = [timeAt(Math.min(dragFrom, to)), timeAt(Math.max(dragFrom, to))];
+      tooltip.hide();
+      onZoom({ start: Math.max(0, start), end });
+    }
+    dragFrom = null;
+  });
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("blur", hide);
+  svg.addEventListener("dblclick", () => onZoom && onZoom(null));
+  svg.addEventListener("keydown", (event) => {
+    const step_ = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (event.key === "Escape") return hide();
+    if (!step_) return undefined;
+    event.preventDefault();
+    chosen = Math.min(Math.max(0, chosen + step_), step.messages.start.length - 1);
+    const box = svg.getBoundingClientRect();
+    const middle = (step.messages.start[chosen] + step.messages.end[chosen]) / 2;
+    return show("messages", chosen, box.left + (x(middle) * box.width) / width, box.top + laneY.messages + LANE);
+  });
+}
+
+// The span that covers the time, or the nearest that is no further than `near`.
+function findSpan(spans, time, near) {
+  let best = -1;
+  let distance = near;
+  for (let place = 0; place < spans.start.length; place++) {
+    const away = Math.max(spans.start[place] - time, time - spans.end[place], 0);
+    if (away < distance || (away === 0 && distance === 0 && best < 0)) {
+      best = place;
+      distance = away;
+      if (away === 0) break;
+    }
+  }
+  return best;
+}
+
+function describe(step, lane, place) {
+  if (lane === "forward") {
+    return ["forward pass", `${formatSeconds(step.forward[0])} to ${formatSeconds(step.forward[1])}`];
+  }
+  const spans = step[lane];
+  const names = spans.layers(place);
+  const takes = `takes ${formatSeconds(spans.end[place] - spans.start[place])}`;
+  if (lane === "backward") {
+    return [
+      `gradient ${names[0] ?? place + 1}`,
+      `${formatBytes(spans.bytes[place])}, ${takes}`,
+      `computed from ${formatSeconds(spans.start[place])}, ready at ${formatSeconds(spans.end[place])}`,
+    ];
+  }
+  const more = names.length > MOST_NAMES ? [`… and ${names.length - MOST_NAMES} more`] : [];
+  const waits = spans.start[place] - spans.ready[place];
+  const late = spans.end[place] - Math.max(spans.start[place], step.compute_s);
+  return [
+    `message ${place + 1} of ${spans.start.length}: ${plural(names.length, "gradient")}, ${formatBytes(spans.bytes[place])}`,
+    `ready ${formatSeconds(spans.ready[place])}, start ${formatSeconds(spans.start[place])}, end ${formatSeconds(spans.end[place])}`,
+    `waits ${formatSeconds(Math.max(0, waits))}, ${takes}${late > 0 ? `, ${formatSeconds(late)} of it exposed` : ""}`,
+    ...names.slice(0, MOST_NAMES),
+    ...more,
+  ];
+}
+
+function messageTable(step) {
+  const { ready, start, end, bytes } = step.messages;
+  return {
+    titles: ["message", "gradients", "bytes", "ready", "start", "end", "takes", "from", "to"],
+    rows: start.map((_, place) => {
+      const names = step.messages.layers(place);
+      return [
+        String(place + 1),
+        String(names.length),
+        formatBytes(bytes[place]),
+        formatSeconds(ready[place]),
+        formatSeconds(start[place]),
+        formatSeconds(end[place]),
+        formatSeconds(end[place] - start[place]),
+        names[0] ?? "",
+        names[names.length - 1] ?? "",
+      ];
+    }),
+  };
+}

@@ -1,0 +1,81 @@
+"""Timelines in plain text, for a terminal without a browser."""
+
+from collections.abc import Iterable, Sequence
+
+from mgwfbp.report.cases import Case
+from mgwfbp.report.perfetto import timelines_of
+from mgwfbp.report.words import summarize
+from mgwfbp.timeline import Span, Timeline
+from mgwfbp.units import format_seconds
+
+__all__ = ["draw_case", "draw_timeline"]
+
+_GUTTER = 10
+_LEGEND = "f forward, b B gradients in turn, = # messages in turn, ! exposed"
+
+
+def draw_case(case: Case, *, width: int = 100) -> str:
+    """Return the case's summary and all its timelines, drawn to the same scale."""
+    pairs = [(entry.label, entry.timeline) for entry in timelines_of([case])]
+    whole_s = max((timeline.iteration_s for _, timeline in pairs), default=0.0)
+    parts = [" ".join(summarize(case))]
+    parts += [draw_timeline(timeline, label=label, width=width, whole_s=whole_s) for label, timeline in pairs]
+    return "\n\n".join([*parts, _LEGEND] if pairs else parts) + "\n"
+
+
+def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whole_s: float | None = None) -> str:
+    """Draw a step: computation above, messages below, the exposed part marked, a scale at the foot.
+
+    >>> from mgwfbp.cost import LinearCost
+    >>> from mgwfbp.plan import MergePlan
+    >>> from mgwfbp.timeline import predict
+    >>> from mgwfbp.trace import LayerTrace, ModelTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
+    >>> step = predict(trace, LinearCost(2, 2.0, 0.1), MergePlan.of_sizes(trace, [1, 2], planner="by hand"))
+    >>> print(draw_timeline(step, width=38))
+    by hand: 2 messages, step 13 s, exposed 4 s
+    compute   |ffffffbbbbBBBBbbbb        |
+    messages  |          ======  ########|
+    exposed   |                  !!!!!!!!|
+              0 s                     13 s
+    """
+    whole_s = whole_s or timeline.iteration_s
+    columns = max(10, width - _GUTTER)
+    title = (
+        f"{label or timeline.planner}: {len(timeline.messages)} message{'s' * (len(timeline.messages) != 1)}, step "
+        f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}"
+    )
+    forward = [(timeline.forward, "f")]
+    backward = [(span, "bB"[place % 2]) for place, span in enumerate(timeline.backward)]
+    messages = [(span, "=#"[place % 2]) for place, span in enumerate(timeline.messages)]
+    exposed = [(Span((), 0, timeline.compute_s, timeline.compute_s, timeline.iteration_s), "!")]
+    lanes = [("compute", [*forward, *backward]), ("messages", messages)]
+    if timeline.exposed_s:
+        lanes.append(("exposed", exposed))
+    lines = [f"{name:<{_GUTTER}}|{_lane(spans, columns - 2, whole_s)}|" for name, spans in lanes]
+    end = format_seconds(whole_s)
+    return "\n".join([title, *lines, f"{'':{_GUTTER}}0 s{end:>{columns - 3}}"])
+
+
+def _lane(spans: Iterable[tuple[Span, str]], columns: int, whole_s: float) -> str:
+    """Give every column the mark of the span that fills most of it, if one fills any of it worth showing."""
+    filled = [0.0] * columns
+    marks = [" "] * columns
+    for span, mark in spans:
+        for column, part in _parts(span, columns, whole_s):
+            if part > filled[column]:
+                filled[column], marks[column] = part, mark
+    return "".join(marks)
+
+
+def _parts(span: Span, columns: int, whole_s: float) -> Sequence[tuple[int, float]]:
+    """Return which columns a span touches and how much of each it fills."""
+    if not whole_s or not span.duration_s:
+        return []
+    first, last = span.start_s / whole_s * columns, span.end_s / whole_s * columns
+    # Rounding is not worth a column.
+    return [
+        (column, part)
+        for column in range(int(first), min(columns, int(last) + 1))
+        if (part := min(last, column + 1) - max(first, column)) > 1e-6
+    ]

@@ -1,0 +1,117 @@
+"""``mgwfbp bench`` as a user runs it: files, usage, failures; with workers and under torchrun in real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgwfbp import BenchResult, LayerTrace, ModelTrace
+from mgwfbp.cli import run
+
+FACTORY = ("--factory", "tests.measure.models:factory")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+# Commands run in a folder of their own and still find the factories of the tests.
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+QUICK = ("--turns", "2", "--steps", "1", "--budget", "0.3")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers = tuple(LayerTrace(name, 1e-3, 4000) for name in ("b.weight", "b.bias", "a.weight"))
+    ModelTrace("toy", 1e-3, layers).save("trace.json")
+
+
+def process(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "mgwfbp", "bench", *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_a_replay_between_local_workers_writes_a_result_and_a_table() -> None:
+    chosen = ("--strategies", "naive,ps,ddp,bucket-5,optimal", "--network-label", "loopback")
+    files = ("-o", "result.json", "--markdown", "table.md")
+    done = process("--replay", "trace.json", "--scale", "2", "--workers", "2", *chosen, *QUICK, *files)
+    assert done.returncode == 0, done.stderr
+    result = BenchResult.load("result.json")
+    assert [one.strategy for one in result.strategies] == ["naive", "ps", "ddp", "bucket-5", "optimal"]
+    assert (result.workers, result.network) == (2, "loopback")
+    assert result.trace is not None
+    assert result.source["recorded_compute_s"] == pytest.approx(8e-3)
+    assert all(one.predicted_s is not None for one in result.strategies)
+    assert "--replay trace.json" in result.source["command"]
+    assert result.source["torch"]
+    table = Path("table.md").read_text()
+    assert "## toy, 2 workers, loopback" in table
+    assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == [
+        "| strategy", "| ---", "| naive", "| ps", "| ddp", "| bucket-5", "| optimal",
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[0].startswith("strategy")
+    assert done.stderr.count("turn 2 of 2") == 1  # one rank tells how far it is
+    assert done.stderr.count("wrote result.json") == 1
+
+
+def test_a_model_under_torchrun_is_measured_and_its_result_goes_to_stdout() -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = process(*FACTORY, "--strategies", "wfbp,ddp", "--no-timelines", *QUICK, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    Path("result.json").write_text(done.stdout)
+    result = BenchResult.load("result.json")
+    assert result.model == "factory"
+    assert result["wfbp"].num_messages == 4
+    assert result["wfbp"].predicted_timeline is None
+    assert result.trace is not None
+    assert result.trace.source["measured"] == "observed in training"
+
+
+def fails(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
+    """Run a command that must end with a status, one line, and nothing written; return the line."""
+    assert run(["bench", *arguments, "-o", "out.json"]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["trace.json"]
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give exactly one"),
+        (("--model", "resnet18", "--replay", "trace.json"), "give exactly one"),
+        (("--replay", "trace.json"), "one worker has nobody to talk to"),
+        (("--replay", "trace.json", "--workers", "2", "--strategies", "ddp,horovod"), "'horovod' is unknown"),
+        (("--replay", "trace.json", "--workers", "2", "--strategies", ","), "no strategy is given"),
+        (("--replay", "trace.json", "--workers", "2", "--turns", "0"), "--turns"),
+        (("--replay", "trace.json", "--workers", "2", "--scale", "0"), "--scale"),
+        (("--replay", "trace.json", "--workers", "2", "--device", "cuda"), "a replay needs no GPU"),
+        ((*FACTORY, "--workers", "2", "--scale", "10"), "only recorded times can be slowed"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in fails(capsys, 2, *arguments)
+
+
+def test_a_trace_that_is_not_there_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'vgg99' is neither a file" in fails(capsys, 1, "--replay", "vgg99", "--workers", "2")
+
+
+def test_a_model_that_fails_is_one_line_on_every_rank() -> None:
+    done = process("--factory", "tests.measure.models:broken_factory", "--workers", "2", *QUICK, "-o", "result.json")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert sorted(line.partition(": ")[0] for line in lines) == ["mgwfbp, rank 0", "mgwfbp, rank 1"]
+    assert all("mat1 and mat2" in line for line in lines)
+    assert not Path("result.json").exists()

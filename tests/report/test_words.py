@@ -1,0 +1,133 @@
+"""The first paragraph: its claims checked against what they are computed from."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from mgwfbp import LinearCost, ModelTrace, StrategyResult, find_plan, predict
+from mgwfbp.report import Inputs, find_cases, step_rows, summarize
+from mgwfbp.report.cases import Case
+from mgwfbp.report.inputs import KnownCost
+from mgwfbp.report.words import find_bottleneck, find_current, find_remedies, summarize_runs, summarize_scaling
+from mgwfbp.run import TrainingRun
+from mgwfbp.units import format_seconds
+from tests.examples import linear_costs, piecewise_costs, traces
+from tests.report.records import TRACE, bench, write_run
+
+
+def case_of(cost: KnownCost) -> Case:
+    (case,) = find_cases(Inputs(traces=(("t", TRACE),), costs=(("c", cost),)))
+    return case
+
+
+def bottleneck(cost: KnownCost) -> str:
+    current = find_current(step_rows(case_of(cost)))
+    return find_bottleneck(current, current, find_remedies(TRACE, cost))
+
+
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [
+        (LinearCost(4, 1e-9, 1e-12), "computation"),
+        (LinearCost(4, 1e-6, 1e-7), "bandwidth"),
+        (LinearCost(4, 0.5, 1e-12), "start-up times"),
+        (LinearCost(4, 1e-4, 1.6e-9), "the way gradients are merged"),
+    ],
+)
+def test_the_bottleneck_is_what_would_save_most(cost: LinearCost, expected: str) -> None:
+    assert bottleneck(cost) == expected
+    assert f"The bottleneck is {expected}." in summarize(case_of(cost))
+
+
+def test_without_a_cost_the_bottleneck_is_communication_and_no_more_is_said() -> None:
+    step = predict(TRACE, LinearCost(4, 0.5, 1e-9), find_plan(TRACE, LinearCost(4, 0.5, 1e-9)))
+    (case,) = find_cases(Inputs(timelines=(("t.json", step),)))
+    words = summarize(case)
+    assert "The bottleneck is communication." in words
+    assert not any("By the model" in sentence for sentence in words)
+
+
+@settings(deadline=None, max_examples=50)
+@given(traces(), linear_costs)
+def test_a_remedy_never_makes_the_best_plan_slower(trace: ModelTrace, cost: LinearCost) -> None:
+    merging, bandwidth, startup = (remedy.iteration_s for remedy in find_remedies(trace, cost))
+    assert bandwidth <= merging * (1 + 1e-12)
+    assert startup <= merging * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=50)
+@given(traces(max_layers=5), piecewise_costs())
+def test_words_are_found_for_every_case(trace: ModelTrace, cost: KnownCost) -> None:
+    (case,) = find_cases(Inputs(traces=(("t", trace),), costs=(("c", cost),)))
+    assert summarize(case)[0].startswith("random on 2 workers")
+
+
+def test_the_gain_that_is_promised_is_the_planners() -> None:
+    cost = LinearCost(4, 1e-4, 1.6e-9)
+    now = predict(TRACE, cost, find_plan(TRACE, cost, "bucket")).iteration_s
+    plan = find_plan(TRACE, cost)
+    best_s = predict(TRACE, cost, plan).iteration_s
+    words = " ".join(summarize(case_of(cost)))
+    assert f"a step takes {format_seconds(now)} (predicted)" in words
+    assert f"into {plan.num_groups} messages" in words
+    assert f"{now / best_s:.3g} times as fast ({format_seconds(best_s)})" in words
+
+
+def test_of_a_benchmark_the_measured_default_is_compared_with_the_fastest() -> None:
+    found = bench()
+    (case,) = find_cases(Inputs(benches=(("b", found),)))
+    fastest = min(found.strategies, key=lambda result: result.measured_s)
+    words = " ".join(summarize(case))
+    assert f"with PyTorch's default buckets (ddp) a step takes {format_seconds(found['ddp'].measured_s)}" in words
+    assert f"The shortest step measured is that of {fastest.strategy}" in words
+    assert "Predictions are off by 9.1% on average, by -9.1% at worst." in words
+
+
+def test_runs_say_what_they_reached_or_how_far_they_are(tmp_path: Path) -> None:
+    done = TrainingRun.load(write_run(tmp_path / "a"))
+    going = TrainingRun.load(write_run(tmp_path / "b", finished=False))
+    first, second = summarize_runs([("a", done), ("b", going)])
+    assert (
+        first
+        == "a: toy with optimal on 2 workers reached 70.00% top-1 accuracy in 3 epochs, at 915 samples per second."
+    )
+    assert "not finished; after 3 epochs its top-1 accuracy is 70.00%" in second
+
+
+def test_a_sweep_is_summed_up_at_its_most_workers() -> None:
+    from mgwfbp.report.tables import bench_rows
+
+    (words,) = summarize_scaling(bench_rows([bench(2), bench(4)]))
+    assert "measured: on 4 workers" in words
+
+
+def test_of_what_was_run_the_measured_strategy_is_the_current_one(tmp_path: Path) -> None:
+    run = TrainingRun.load(write_run(tmp_path / "run"))
+    (case,) = find_cases(Inputs(runs=(("run", run),)))
+    current = find_current(step_rows(case))
+    assert (current.strategy, current.how) == ("optimal", "measured")
+
+
+def test_where_predictions_are_far_off_the_model_is_not_quoted() -> None:
+    found = bench()
+    worse = [
+        StrategyResult.of_turns("ddp", [1.0, 1.0], TRACE.compute_s, num_messages=2, predicted_s=0.03),
+        StrategyResult.of_turns("wfbp", [0.5, 0.5], TRACE.compute_s, num_messages=12, predicted_s=0.03),
+    ]
+    (case,) = find_cases(Inputs(benches=(("b", replace(found, strategies=tuple(worse))),)))
+    words = " ".join(summarize(case))
+    assert "By the model" not in words
+    assert "The bottleneck is communication." in words
+    assert "too far to say what else would help" in words
+    assert "The shortest step measured is that of wfbp" in words
+
+
+def test_communication_that_was_measured_but_not_predicted_is_not_called_computation() -> None:
+    rows = step_rows(case_of(LinearCost(4, 1e-9, 1e-12)))
+    predicted = find_current(rows)
+    measured = replace(
+        predicted, how="measured", exposed_s=predicted.iteration_s, iteration_s=2 * predicted.iteration_s
+    )
+    assert find_bottleneck(measured, predicted, find_remedies(TRACE, LinearCost(4, 1e-9, 1e-12))) == "communication"
