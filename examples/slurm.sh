@@ -19,6 +19,8 @@ RUN="${RUN:-runs/resnet50-$SLURM_JOB_ID}"
 DATA="${DATA:?set DATA to a folder with train/CLASS/IMAGE and val/CLASS/IMAGE}"
 FIRST_HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
+# A store of its own for every start: in one that outlives a restart, workers find where the dead ones listened.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # --resume with a folder that holds no checkpoint yet begins at the beginning.
 srun torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 \

@@ -234,6 +234,8 @@ def _start(config: TrainConfig, folder: Path, *, resume: bool, max_restarts: int
     check_folder(folder, resume=resume)
     # As torchrun does; torch reads it when a worker imports it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A store of its own for every start: in one that outlives a restart, workers find where the dead ones listened.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # The options again: of two --output the last one counts.
     command = [sys.executable, "-m", "mgwfbp", *sys.argv[1:], "--output", str(folder)]
     talk(f"{folder}: {config.workers} workers, {config.model} on {config.data}, strategy {config.strategy}")
