@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # The same run twice: for the command line, and for workers that tests start themselves.
 SMALL = ["--factory", "tests.train.models:tiny", "--data", "synthetic", "--samples", "640", "--classes", "10"]
 SMALL += ["--image-size", "8", "--strategy", "wfbp", "--log-steps", "1", "--no-tensorboard", "--workers", "2"]
-SMALL += ["--epochs", "60", "--checkpoint-steps", "7"]
+SMALL += ["--epochs", "40", "--checkpoint-steps", "7"]
 CONFIG = TrainConfig(
     model="tests.train.models:tiny",
     data="synthetic",
@@ -31,7 +31,7 @@ CONFIG = TrainConfig(
     log_steps=1,
     tensorboard=False,
     workers=2,
-    epochs=60,
+    epochs=40,
     checkpoint_steps=7,
 )
 
@@ -129,22 +129,24 @@ def workers_in(folder: str) -> list[int]:
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_worker_restarts_the_job_sigterm_saves_it_and_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_after_a_kill_a_dead_launcher_and_sigterm_a_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with training("-o", str(folder), "--max-restarts", "1") as process:
         wait_until(lambda: logged_step(folder) >= 10, 100)
-        _, *workers = workers_in(str(folder))
+        launcher, *workers = workers_in(str(folder))
+        assert launcher == process.pid
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGKILL)
         wait_until(lambda: set(workers_in(str(folder))[1:]).isdisjoint(workers), 60)
         wait_until(lambda: logged_step(folder) >= 20 and len(workers_in(str(folder))) == 3, 100)
-        os.kill(workers_in(str(folder))[1], signal.SIGKILL)
+        # Nobody is left to start them again: they finish the step, save and leave.
+        process.kill()
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 1
+        wait_until(lambda: not workers_in(str(folder)), 30)
     assert "going on after step" in err
     assert "samples/s" in err
-    assert err.count("was killed (SIGKILL) after 1 restarts; --resume goes on") == 1
     assert "Traceback" not in err
+    assert weights(folder)["step"] >= 20
     with training("-o", str(folder), "--resume") as process:
         wait_until(lambda: logged_step(folder) >= 30 and len(workers_in(str(folder))) == 3, 100)
         process.send_signal(signal.SIGTERM)
@@ -158,17 +160,30 @@ def test_a_killed_worker_restarts_the_job_sigterm_saves_it_and_it_ends_as_if_not
     assert equal(weights(folder), weights(tmp_path / "whole"))
 
 
-@pytest.mark.timeout(240)
-def test_workers_save_and_leave_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with training("-o", str(folder)) as process:
-        wait_until(lambda: logged_step(folder) >= 3, 100)
-        process.kill()
-        process.communicate()
-        wait_until(lambda: not workers_in(str(folder)), 30)
-    assert weights(folder)["step"] >= 3
-    run = train_to_end(CONFIG, folder, resume=True)
-    assert run.results is not None
+LAUNCH = """
+import sys
+from mgwfbp.errors import TrainError
+from mgwfbp.train.launch import launch
+try:
+    launch([sys.executable, "-c", sys.argv[1]], workers=2, max_restarts=1, shutdown_s=5)
+except TrainError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("os.kill(os.getpid(), 9)", "was killed (SIGKILL) after 1 restarts"), ("sys.exit(7)", "failed (status 7) after")],
+)
+def test_a_worker_that_fails_too_often_ends_the_job_with_one_line(tmp_path: Path, code: str, words: str) -> None:
+    wrong = f"import os, sys; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); os.environ['RANK'] == '1' and {code}"
+    done = subprocess.run([sys.executable, "-c", LAUNCH, wrong], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("\n") == 1
+    assert "worker 1 " in done.stdout
+    assert words in done.stdout
+    assert "--resume goes on from the last checkpoint" in done.stdout
+    assert done.stderr == ""
+    assert 3 <= len(list(tmp_path.iterdir())) <= 4  # two workers, started twice
 
 
 @pytest.mark.timeout(240)

@@ -1,11 +1,11 @@
 """What a training run is asked for: `TrainConfig`, checked before any process starts."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
-from mgwfbp.errors import FormatError, TrainError
-from mgwfbp.record import Fields, check_count, check_real, check_text
+from mgwfbp.errors import TrainError
+from mgwfbp.record import check_count, check_real, check_text
 from mgwfbp.run import TrainingRun
 from mgwfbp.units import quote
 
@@ -117,16 +117,6 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``config.json``."""
         return {"format": TrainingRun.CONFIG_FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: object) -> Self:
-        """Make the configuration from the content of ``config.json``."""
-        content = Fields(data)
-        content.check_format(TrainingRun.CONFIG_FORMAT)
-        try:
-            return cls(**{one.name: content[one.name] for one in fields(cls)})
-        except TrainError as error:
-            raise FormatError(str(error)) from None
 
 
 def split_batch(global_batch: int, workers: int) -> int:

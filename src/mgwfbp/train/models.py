@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mgwfbp.errors import TrainError
 from mgwfbp.units import quote
 
-__all__ = ["SmallCnn", "build_model", "classification_loss", "gradient_names", "scores", "usual_size"]
+__all__ = ["SmallCnn", "build_model", "classification_loss", "scores", "usual_size"]
 
 # The weight of GoogLeNet's auxiliary heads (Szegedy et al. 2015, Section 5).
 AUXILIARY_WEIGHT = 0.3
@@ -110,10 +109,3 @@ def _heads(output: Any) -> Sequence[Tensor]:
     if not heads or not all(isinstance(head, Tensor) for head in heads):
         raise TrainError(f"the model returned {quote(type(output).__name__)}, expected scores or a tuple of them")
     return heads
-
-
-def gradient_names(name: str, *, num_classes: int, channels: int) -> list[str]:
-    """Return the names of the gradients without spending memory or time on weights."""
-    with torch.device("meta"):
-        model = build_model(name, num_classes=num_classes, channels=channels)
-    return [key for key, parameter in model.named_parameters() if parameter.requires_grad]

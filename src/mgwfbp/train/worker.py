@@ -51,6 +51,8 @@ def check_startable(config: TrainConfig) -> None:
     """Raise where a run cannot begin, before any process is started for it: data, model, strategy, device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise TrainError("no CUDA device here; use --device cpu")
+    if config.device == "cuda" and config.workers > torch.cuda.device_count():
+        raise TrainError(f"{config.workers} workers need as many GPUs, here are {torch.cuda.device_count()}")
     data = open_data(config)
     check_strategy(config, num_classes=data.num_classes, channels=data.channels)
 
