@@ -197,6 +197,7 @@ def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout
-    assert all(str(tmp_path / name) in done.stdout for name in ("ddp", "auto"))
+    assert f"both runs, step by step: {tmp_path / 'report.html'}" in done.stdout
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
     first, second = (TrainingRun.load(tmp_path / name) for name in ("ddp", "auto"))
     assert [line.top1 for line in first.epochs] == [line.top1 for line in second.epochs]  # at 2 ranks

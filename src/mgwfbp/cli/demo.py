@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.report import report
 from mgwfbp.errors import LabError, TrainError
 from mgwfbp.lab import Cluster, parse_rate, run_lab
 from mgwfbp.run import TrainingRun
@@ -51,7 +52,7 @@ def demo(
             _train_here([*command, "--workers", str(workers)])
         runs.append(TrainingRun.load(place))
     _show(runs)
-    show_report(folder, runs)
+    _write_report(folder, runs)
 
 
 def _train_in_lab(command: Sequence[str], cluster: Cluster) -> bool:
@@ -110,6 +111,8 @@ def _show(runs: Sequence[TrainingRun]) -> None:
         typer.echo("the run was too short for the tuner to settle: give more --epochs")
 
 
-def show_report(folder: Path, runs: Sequence[TrainingRun]) -> None:
-    """Say where to look further."""
-    typer.echo(f"runs, with timelines: {', '.join(str(run.folder) for run in runs)} (in {folder})")
+def _write_report(folder: Path, runs: Sequence[TrainingRun]) -> None:
+    """Write a page with both runs and say where it is."""
+    page = folder / "report.html"
+    report([str(run.folder) for run in runs], output=str(page))
+    typer.echo(f"both runs, step by step: {page}")
