@@ -245,8 +245,7 @@ def test_names_from_a_file_are_no_markup(folder: Path) -> None:
     assert "[red]m[/red]\\x1b[31m" in done.stderr
 
 
-def test_help_and_version_and_demo_work(folder: Path) -> None:
+def test_help_and_version_work(folder: Path) -> None:
     assert "compare" in run(folder, "--help").stdout
     assert run(folder, "--version").stdout.startswith("mgwfbp ")
     assert "compare" in run(folder, status=2).stdout
-    assert "optimal" in run(folder, "demo").stdout

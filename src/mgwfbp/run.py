@@ -50,7 +50,7 @@ class LoggedStep:
     loss: float  # mean over all workers
     samples_per_s: float  # of all workers together
     lr: float
-    step_s: float  # median
+    step_s: float  # mean
     exposed_s: float | None = None  # communication that nothing hid; None where it was not observed
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class RunResults(Record):
     steps: int  # done
     top1: float  # of the last epoch
     top5: float
-    samples_per_s: float  # median over the logged steps, of all workers together
+    samples_per_s: float  # median over the second half of the log, of all workers together
     seconds: float  # since the run began, without interruptions
     num_messages: int | None = None  # a step sends; None where the buckets are torch's own
     more: Mapping[str, Any] = field(default_factory=dict)  # free-form: restarts, skipped images

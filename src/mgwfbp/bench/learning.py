@@ -14,7 +14,7 @@ from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.agreement import agree_on_trace, gather
-from mgwfbp.runtime.load import cost_under_load
+from mgwfbp.runtime.load import agreed_time_s, cost_under_load
 from mgwfbp.runtime.observer import Observation
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
@@ -110,18 +110,13 @@ def _terms(
 
 
 def message_times(by_rank: Sequence[Sequence[Timeline]]) -> dict[int, list[float]]:
-    """Return by bytes what messages took, from every rank's timelines of the same steps.
-
-    A rank that is ready early also waits for the others, so of a message that some rank sent as soon as it was ready
-    the shortest time counts. In a queue all are late: there a message's times on all ranks differ only by when each
-    learnt of an arrival, they add up to the same on every rank, and the mean counts.
-    """
+    """Return by bytes what messages took, from every rank's timelines of the same steps."""
     found: dict[int, list[float]] = {}
     for same_step in zip(*by_rank, strict=True):
         for same_message in zip(*(timeline.messages for timeline in same_step), strict=True):
-            times_s = [message.duration_s for message in same_message]
             queued = all(message.wait_s > 0 for message in same_message)
-            found.setdefault(same_message[0].num_bytes, []).append(mean(times_s) if queued else min(times_s))
+            seconds = agreed_time_s([message.duration_s for message in same_message], queued=queued)
+            found.setdefault(same_message[0].num_bytes, []).append(seconds)
     return found
 
 

@@ -20,6 +20,7 @@ from mgwfbp.cli.plan import plan
 from mgwfbp.cli.report import report
 from mgwfbp.cli.simulate import simulate
 from mgwfbp.cli.traces import traces
+from mgwfbp.cli.train import train
 from mgwfbp.errors import MgwfbpError
 
 __all__ = ["app", "main"]
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, simulate, bench, paper, report, traces, demo):
+for command in (compare, plan, cost, simulate, bench, train, paper, report, traces, demo):
     app.command()(command)
 # What follows the program's name is its own, options too.
 app.command(context_settings={"allow_interspersed_args": False})(lab)

@@ -1,25 +1,118 @@
 """``mgwfbp demo``: what the README's first command runs."""
 
-from mgwfbp.cli.compare import comparison, print_comparison
-from mgwfbp.cli.output import talk
-from mgwfbp.network import load_network
-from mgwfbp.planners import PLANNERS
-from mgwfbp.trace import load_trace
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.report import report
+from mgwfbp.errors import LabError, TrainError
+from mgwfbp.lab import Cluster, parse_rate, run_lab
+from mgwfbp.run import TrainingRun
+from mgwfbp.units import format_seconds
 
 __all__ = ["demo"]
 
-TRACE = "googlenet-h200-b64"
+# What is compared: torch's own buckets, and ours.
+STRATEGIES = ("ddp", "auto")
 
 
-def demo() -> None:
-    """Compare the planners on a recorded model and three networks: no fixed rule is best everywhere."""
-    trace = load_trace(TRACE)
-    talk(f"{trace!r}, recorded on an H200")
-    for network, workers in (("10gbe", 8), ("100gbe", 32), ("ib-hdr", 64)):
-        cost = load_network(network).cost(workers)
-        talk(f"\n{load_network(network).name}, {cost!r}")
-        print_comparison(comparison(trace, cost, dict(PLANNERS)))
-    talk(
-        f"\n`mgwfbp compare --trace {TRACE} --cost cost.json` compares on your network, "
-        "`mgwfbp measure` measures your model and network."
-    )
+def demo(
+    workers: Annotated[int, typer.Option(min=2, help="How many train together.")] = 4,
+    epochs: Annotated[int, typer.Option(min=1, help="Of each of the two runs.")] = 16,
+    rate: Annotated[str, typer.Option(help="Of the emulated network between the workers.")] = "1gbit",
+    lab: Annotated[bool, typer.Option(help="Emulate a network, where this machine allows it.")] = True,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where the two runs are kept.")
+    ] = None,
+) -> None:
+    """Train a net on handwritten digits twice, with DDP's default and with ours, and compare."""
+    try:
+        cluster = Cluster(num_hosts=workers, rate_bits_per_s=parse_rate(rate))
+    except LabError as error:
+        raise typer.BadParameter(str(error), param_hint="--rate, --workers") from None
+    names = (Path("runs") / f"demo-{number}" for number in count(1))
+    folder = Path(output) if output else next(name for name in names if not name.exists())
+    runs = []
+    for strategy in STRATEGIES:
+        place = folder / strategy
+        command = [sys.executable, "-m", "mgwfbp", "train", "--strategy", strategy, "--epochs", str(epochs)]
+        command += ["--output", str(place)]
+        if lab:
+            talk(f"\n{strategy}: {workers} emulated hosts with links of {rate}")
+            lab = _train_in_lab(command, cluster)
+        if not lab:
+            talk(f"\n{strategy}: {workers} workers on this machine")
+            _train_here([*command, "--workers", str(workers)])
+        runs.append(TrainingRun.load(place))
+    _show(runs)
+    _write_report(folder, runs)
+
+
+def _train_in_lab(command: Sequence[str], cluster: Cluster) -> bool:
+    """Train on emulated hosts; return False where there can be none."""
+    # As torchrun does: the workers share the cores.
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        result = run_lab(cluster, command, environment=environment, on_line=lambda line: _show_line(line.text))
+    except LabError as error:
+        talk(f"no emulated network here: {error}")
+        return False
+    if result.failed_rank is not None:
+        raise TrainError(f"worker {result.failed_rank} failed, status {result.status}")
+    return True
+
+
+def _train_here(command: Sequence[str]) -> None:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:  # noqa: S603
+        assert process.stderr is not None  # noqa: S101  # it is a pipe
+        for line in process.stderr:
+            _show_line(line.rstrip())
+    if process.returncode:
+        raise TrainError(f"`{' '.join(command[1:])}` failed, status {process.returncode}")
+
+
+def _show_line(text: str) -> None:
+    if not text.startswith("step "):
+        talk(text)
+
+
+def _show(runs: Sequence[TrainingRun]) -> None:
+    """Print the runs side by side, and what the tuner has to say."""
+    rows = []
+    for run in runs:
+        assert run.results is not None  # noqa: S101  # they have ended well
+        exposed_s = next((line.exposed_s for line in reversed(run.steps) if line.exposed_s is not None), None)
+        rows.append(
+            (
+                run.results.strategy,
+                f"{run.results.samples_per_s:.0f}",
+                "-" if run.timeline is None else str(len(run.timeline.messages)),
+                "-" if exposed_s is None else format_seconds(exposed_s),
+                f"{run.results.top1:.2%}",
+            )
+        )
+    talk("")
+    print_table(("strategy", "samples/s", "messages", "exposed", "top-1"), rows)
+    tuned = runs[-1]
+    if tuned.plan is not None:
+        typer.echo(repr(tuned.plan))
+    tuning = tuned.tuning or {}
+    if tuning.get("state") == "settled":
+        before, after = (format_seconds(tuning[name]) for name in ("before_s", "after_s"))
+        typer.echo(f"the tuner, in turns within one run: DDP's own buckets {before} a step, chosen {after}")
+    else:
+        typer.echo("the run was too short for the tuner to settle: give more --epochs")
+
+
+def _write_report(folder: Path, runs: Sequence[TrainingRun]) -> None:
+    """Write a page with both runs and say where it is."""
+    page = folder / "report.html"
+    report([str(run.folder) for run in runs], output=str(page))
+    typer.echo(f"both runs, step by step: {page}")

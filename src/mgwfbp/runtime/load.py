@@ -3,18 +3,28 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.fitting import fit
 
-__all__ = ["cost_under_load"]
+__all__ = ["agreed_time_s", "cost_under_load"]
 
 # No message is taken to cost less than this part, or more than so many times, of what the sweep says: beyond it the
 # sweep or the observation is wrong, and one of them must not decide alone.
 LEAST, MOST = 0.2, 20.0
 # How far an observation reaches: to sizes that are smaller or larger by about this factor.
 REACH = 2.0
+
+
+def agreed_time_s(times_s: Sequence[float], *, queued: bool) -> float:
+    """Return what a message took, from what every rank saw of it.
+
+    A rank that is ready early also waits for the others, so of a message that some rank sent as soon as it was ready
+    the shortest time counts. Of one that was ``queued`` behind another on every rank the times differ only by when each
+    learnt of an arrival, they add up to the same on every rank, and the mean counts.
+    """
+    return fmean(times_s) if queued else min(times_s)
 
 
 def cost_under_load(swept: PiecewiseCost, seen: Mapping[int, Sequence[float]]) -> PiecewiseCost:

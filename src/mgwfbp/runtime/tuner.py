@@ -37,7 +37,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, plan_bucket
 from mgwfbp.runtime.agreement import agree_on_plan
 from mgwfbp.runtime.kinds import Kind, check_kinds, split_by_kind
-from mgwfbp.runtime.load import cost_under_load
+from mgwfbp.runtime.load import agreed_time_s, cost_under_load
 from mgwfbp.runtime.moments import moments_of
 from mgwfbp.runtime.observer import Gradients, sends, trace_of
 from mgwfbp.runtime.torch_private import PlannableParallel
@@ -51,9 +51,10 @@ __all__ = ["TunableParallel", "Tuner"]
 _log = logging.getLogger("mgwfbp")
 
 # Steps before anything is measured: memory is allocated, kernels are chosen, torch makes its buckets.
-WARMUP_STEPS = 5
+WARMUP_STEPS = 4
 # Of a plan that is observed: each a step with nothing, one with hooks on gradients, one with an ear on its messages.
 OBSERVED_TURNS = 2
+CHOSEN_TURNS = 1  # of the plan that is kept, so that what is said of it is what it does
 MAX_ROUNDS = 3
 SWEEP_BUDGET_S = 1.0
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
@@ -85,6 +86,7 @@ class _Observed:
 
     trace: ModelTrace
     messages_s: Mapping[int, list[float]]  # seconds of messages, by bytes
+    exposed_s: float  # from the last gradient to the end of the step
 
 
 class Tuner:
@@ -155,7 +157,7 @@ class Tuner:
         self._default = default
 
         self._says("observing torch's own buckets")
-        seen = yield from self._observe(default)
+        seen = yield from self._observe(default, OBSERVED_TURNS)
         self._says("sweeping the network")
         swept = self._sweep()
         trace, messages_s = seen.trace, {size: list(times) for size, times in seen.messages_s.items()}
@@ -168,13 +170,10 @@ class Tuner:
             self._says(f"observing plan {number}")
             tried[plan.groups] = Candidate(f"optimal {number}", plan, 0.0)
             self._model.install(plan)
-            seen = yield from self._observe(plan)
+            seen = yield from self._observe(plan, OBSERVED_TURNS)
             trace = seen.trace
-            for size, times in seen.messages_s.items():
-                messages_s.setdefault(size, []).extend(times)
+            _add(messages_s, seen.messages_s)
             cost = cost_under_load(swept, messages_s)
-        self.tuning = replace(self.tuning, trace=trace, cost=cost)
-
         candidates = self._candidates(tried, trace, cost)
         self._says(f"comparing {len(candidates)} plans")
         candidates = yield from self._race(candidates, *FIRST_HEAT)
@@ -184,11 +183,16 @@ class Tuner:
         best += [one for one in candidates[2:] if one.plan == default]
         finalists = yield from self._race(best, *LAST_HEAT)
         finalists.sort(key=lambda one: one.step_s)
-        self._settle(finalists + [one for one in candidates if one not in best], trace)
+        candidates = finalists + [one for one in candidates if one not in best]
 
-    def _settle(self, candidates: Sequence[Candidate], trace: ModelTrace) -> None:
+        self._says(f"observing {candidates[0].name}")
+        self._model.install(candidates[0].plan)
+        seen = yield from self._observe(candidates[0].plan, CHOSEN_TURNS)
+        _add(messages_s, seen.messages_s)
+        self._settle(candidates, seen, cost_under_load(swept, messages_s))
+
+    def _settle(self, candidates: Sequence[Candidate], seen: _Observed, cost: PiecewiseCost) -> None:
         chosen = candidates[0]
-        self._model.install(chosen.plan)
         default = next(one for one in candidates if one.plan == self._default)
         self.tuning = replace(
             self.tuning,
@@ -197,8 +201,10 @@ class Tuner:
             candidates=tuple(candidates),
             messages_before=default.plan.num_groups,
             before_s=default.step_s,
-            predicted_s=chosen.predicted_s,
-            exposed_s=max(0.0, chosen.step_s - trace.compute_s),
+            predicted_s=predict(seen.trace, cost, chosen.plan).iteration_s,
+            exposed_s=seen.exposed_s,
+            trace=seen.trace,
+            cost=cost,
         )
 
     def _check_fitness(self) -> None:
@@ -237,13 +243,13 @@ class Tuner:
         self._tell(lambda: torch.empty(largest + 8, dtype=torch.uint8, device=self._model.device).nbytes)
         return measure_allreduce(self._group, self._model.device, max_bytes=largest, budget_s=SWEEP_BUDGET_S)
 
-    def _observe(self, plan: MergePlan) -> Generator[None, None, _Observed]:
+    def _observe(self, plan: MergePlan, turns: int) -> Generator[None, None, _Observed]:
         """Watch the steps of the plan in force, in turns: nothing but their length, their gradients, their messages."""
         hooked = self._model.has_hooks  # then listening needs a new Reducer, and is not begun anew for a step
         self._watch.listen(hooked)
         yield  # new buckets are allocated, a static graph is learnt
         self._watch.take()
-        for _ in range(OBSERVED_TURNS):
+        for _ in range(turns):
             yield
             self._watch.watches_gradients = True
             yield
@@ -265,7 +271,11 @@ class Tuner:
             return {
                 "plain_s": [step.end_s for step in plain],
                 "watched_s": [step.end_s for step in watched],
-                "messages_s": [[one.end_s - one.start_s for one in step.messages[: len(sizes)]] for step in heard],
+                "exposed_s": [step.end_s - max(step.ready_s.values(), default=step.end_s) for step in watched],
+                "messages": [
+                    [(one.end_s - one.start_s, one.start_s > one.ready_s) for one in step.messages[: len(sizes)]]
+                    for step in heard
+                ],
                 "trace": trace_of(watched, self._gradients, {"measured": "observed in training"}).to_json(),
             }
 
@@ -276,11 +286,15 @@ class Tuner:
         )
         trace = agree_on_trace(ModelTrace.from_json(said[dist.get_rank(self._group)]["trace"]), self._group)
         messages_s: dict[int, list[float]] = {}
-        # The rank that is ready last sees what the network takes; the others also wait for it.
-        for by_rank in zip(*(one["messages_s"] for one in said), strict=True):
-            for size, times in zip(sizes, zip(*by_rank, strict=True), strict=True):
-                messages_s.setdefault(size, []).append(min(times))
-        return _Observed(_faster(trace, min(MOST_SLOWED, max(1.0, watched_s / plain_s))), messages_s)
+        for by_rank in zip(*(one["messages"] for one in said), strict=True):
+            for size, same_message in zip(sizes, zip(*by_rank, strict=True), strict=True):
+                queued = all(waited for _, waited in same_message)
+                seconds = agreed_time_s([taken_s for taken_s, _ in same_message], queued=queued)
+                messages_s.setdefault(size, []).append(seconds)
+        # Of the rank that computes longest: the others also wait for its gradients.
+        exposed_s = median(min(times) for times in zip(*(one["exposed_s"] for one in said), strict=True))
+        slowed = min(MOST_SLOWED, max(1.0, watched_s / plain_s))
+        return _Observed(_faster(trace, slowed), messages_s, max(0.0, exposed_s))
 
     def _candidates(self, tried: Mapping[Any, Candidate], trace: ModelTrace, cost: PiecewiseCost) -> list[Candidate]:
         """Return what shall be compared: each partition once, torch's own buckets first."""
@@ -328,6 +342,11 @@ def _steps(count: int) -> Iterator[None]:
     """Let steps go by."""
     for _ in range(count):
         yield
+
+
+def _add(messages_s: dict[int, list[float]], more_s: Mapping[int, Sequence[float]]) -> None:
+    for size, times in more_s.items():
+        messages_s.setdefault(size, []).extend(times)
 
 
 def _faster(trace: ModelTrace, factor: float) -> ModelTrace:

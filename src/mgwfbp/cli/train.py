@@ -1,0 +1,298 @@
+"""``mgwfbp train``: data-parallel training with any strategy."""
+
+import os
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from mgwfbp.cli.blame import failures_of
+from mgwfbp.cli.output import talk
+from mgwfbp.cli.train_progress import ProgressLines
+from mgwfbp.cli.workers import process_group, rank, under_launcher
+from mgwfbp.errors import TrainError
+from mgwfbp.run import TrainingRun
+from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
+from mgwfbp.train.listener import Listener
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["train"]
+
+# How long workers that were told to stop have for the step at hand and a checkpoint, unless --timeout is shorter; a
+# worker that hangs delays a restart by as much.
+SHUTDOWN_S = 60
+# How long workers wait for the others to start, whatever --timeout says: on a busy machine they start slowly.
+START_S = 120.0
+DEFAULTS = TrainConfig()
+
+_WHAT, _HOW, _WORKERS, _FILES = "What to train", "How", "Workers", "Files"
+
+
+def train(
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="cnn (small), or any of torchvision's.", rich_help_panel=_WHAT)
+    ] = DEFAULTS.model,
+    factory: Annotated[
+        str | None,
+        typer.Option(metavar="PACKAGE.MODULE:FUNCTION", help="Your own: returns the model.", rich_help_panel=_WHAT),
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="digits|synthetic|FOLDER",
+            help="The digits of scikit-learn, random images, or FOLDER/train/CLASS/IMAGE and FOLDER/val/CLASS/IMAGE.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = DEFAULTS.data,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Pixels a side, if not what is usual.", rich_help_panel=_WHAT)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Of synthetic data.", rich_help_panel=_WHAT)] = (
+        DEFAULTS.num_samples
+    ),
+    classes: Annotated[int, typer.Option(min=2, help="Of synthetic data.", rich_help_panel=_WHAT)] = (
+        DEFAULTS.num_classes
+    ),
+    on_corrupt: Annotated[
+        OnCorrupt, typer.Option(help="What to do about an image that cannot be read.", rich_help_panel=_WHAT)
+    ] = DEFAULTS.on_corrupt,
+    epochs: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW)] = DEFAULTS.epochs,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Samples of one worker for an update ({DEFAULTS.batch_size}).", rich_help_panel=_HOW),
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Instead: samples of all workers.", rich_help_panel=_HOW)
+    ] = None,
+    accumulation_steps: Annotated[
+        int, typer.Option(min=1, help="Parts in which a worker computes its batch.", rich_help_panel=_HOW)
+    ] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate of one worker.", rich_help_panel=_HOW)] = DEFAULTS.lr,
+    scale_lr: Annotated[bool, typer.Option(help="Times the number of workers.", rich_help_panel=_HOW)] = True,
+    schedule: Annotated[Schedule, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.schedule,
+    warmup_epochs: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.warmup_epochs,
+    step_epochs: Annotated[
+        int, typer.Option(min=1, help="Schedule step: epochs between two steps.", rich_help_panel=_HOW)
+    ] = DEFAULTS.step_epochs,
+    step_factor: Annotated[
+        float, typer.Option(help="Schedule step: what the rate is multiplied by.", rich_help_panel=_HOW)
+    ] = DEFAULTS.step_factor,
+    momentum: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.momentum,
+    weight_decay: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.weight_decay,
+    label_smoothing: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.label_smoothing,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="The largest norm of all gradients.", rich_help_panel=_HOW)
+    ] = None,
+    autocast: Annotated[Autocast | None, typer.Option(help="Mixed precision.", rich_help_panel=_HOW)] = None,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_HOW)] = 0,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|ddp|naive|wfbp|single|bucket|mgwfbp|optimal|ps|PLAN.json",
+            help="How gradients are averaged.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = DEFAULTS.strategy,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME", help="For mgwfbp and optimal; measured if not given.", rich_help_panel=_WORKERS
+        ),
+    ] = None,
+    cost: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For mgwfbp and optimal; measured if not given.", rich_help_panel=_WORKERS),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Local workers to start (1); under torchrun those given are used.", rich_help_panel=_WORKERS
+        ),
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(rich_help_panel=_WORKERS)] = "cpu",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Starts anew from the last checkpoint after a failure.", rich_help_panel=_WORKERS)
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="After which a silent worker hangs.", rich_help_panel=_WORKERS)
+    ] = DEFAULTS.timeout_s,
+    loaders: Annotated[
+        int, typer.Option(min=0, help="Processes of each worker that read images.", rich_help_panel=_WORKERS)
+    ] = 0,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="The run's folder.", rich_help_panel=_FILES),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.", rich_help_panel=_FILES)
+    ] = False,
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(min=1, help="Save so often, besides after every epoch.", rich_help_panel=_FILES)
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that are kept.", rich_help_panel=_FILES)] = (
+        DEFAULTS.keep
+    ),
+    log_steps: Annotated[int, typer.Option(min=1, help="Log so often.", rich_help_panel=_FILES)] = DEFAULTS.log_steps,
+    tensorboard: Annotated[bool, typer.Option(rich_help_panel=_FILES)] = True,
+) -> None:
+    """Train a model on several workers. Ctrl-C and SIGTERM finish the step, save and leave with status 0."""
+    if factory is not None and ":" not in factory:
+        raise typer.BadParameter(f"{factory!r}, expected package.module:function", param_hint="--factory")
+    num_workers = _count_workers(workers)
+    try:
+        config = TrainConfig(
+            model=factory or model,
+            data=data,
+            strategy=strategy,
+            workers=num_workers,
+            device=device,
+            epochs=epochs,
+            batch_size=_batch_size(batch_size, global_batch_size, num_workers),
+            accumulation_steps=accumulation_steps,
+            lr=lr,
+            scale_lr=scale_lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            warmup_epochs=warmup_epochs,
+            schedule=schedule,
+            step_epochs=step_epochs,
+            step_factor=step_factor,
+            label_smoothing=label_smoothing,
+            autocast=autocast,
+            clip_norm=clip_norm,
+            seed=seed,
+            image_size=image_size,
+            num_samples=samples,
+            num_classes=classes,
+            loaders=loaders,
+            on_corrupt=on_corrupt,
+            trace=trace,
+            cost=cost,
+            checkpoint_steps=checkpoint_steps,
+            keep=keep,
+            log_steps=log_steps,
+            timeout_s=timeout,
+            tensorboard=tensorboard,
+        )
+    except TrainError as error:
+        raise typer.BadParameter(str(error)) from None
+    if under_launcher():
+        if output is None:
+            raise typer.BadParameter("give the run a folder, the same on every start", param_hint="--output")
+        _work(config, Path(output), resume=resume)
+    else:
+        _start(config, _folder(config, output, resume=resume), resume=resume, max_restarts=max_restarts)
+
+
+def _count_workers(workers: int | None) -> int:
+    if not under_launcher():
+        return workers or 1
+    found = int(os.environ["WORLD_SIZE"])
+    if workers is not None and workers != found:
+        raise typer.BadParameter(f"{workers}, but {found} were started; leave it out", param_hint="--workers")
+    return found
+
+
+def _batch_size(of_one: int | None, of_all: int | None, workers: int) -> int:
+    if of_all is None:
+        return DEFAULTS.batch_size if of_one is None else of_one
+    if of_one is not None:
+        raise typer.BadParameter("give one of them", param_hint=["--batch-size", "--global-batch-size"])
+    return split_batch(of_all, workers)
+
+
+def _folder(config: TrainConfig, output: str | None, *, resume: bool) -> Path:
+    """Return the run's folder; where none was named, a new one."""
+    if output is not None:
+        return Path(output)
+    if resume:
+        raise typer.BadParameter("name the run's folder", param_hint="--output")
+    name = "-".join(Path(part).stem.rpartition(":")[2] for part in (config.model, config.strategy))
+    names = (Path("runs") / f"{name}-{number}" for number in count(1))
+    return next(folder for folder in names if not folder.exists())
+
+
+def _find_own_modules() -> None:
+    """Let a factory stand in the folder we are run from; Python looks there only when run as `python -m`."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _start(config: TrainConfig, folder: Path, *, resume: bool, max_restarts: int) -> None:
+    """Check everything that can be, then start the workers and wait for them."""
+    _find_own_modules()
+    from mgwfbp.train.launch import launch
+    from mgwfbp.train.worker import INTERRUPTED, check_folder, check_startable
+
+    with failures_of(config.model, config.batch_size, config.device):
+        check_startable(config)
+    check_folder(folder, resume=resume)
+    # As torchrun does; torch reads it when a worker imports it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A store of its own for every start: in one that outlives a restart, workers find where the dead ones listened.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # The options again: of two --output the last one counts.
+    command = [sys.executable, "-m", "mgwfbp", *sys.argv[1:], "--output", str(folder)]
+    talk(f"{folder}: {config.workers} workers, {config.model} on {config.data}, strategy {config.strategy}")
+    stopped_by = launch(
+        command, workers=config.workers, max_restarts=max_restarts, shutdown_s=int(min(SHUTDOWN_S, config.timeout_s))
+    )
+    again = f"go on with --resume --output {folder}"
+    if stopped_by is not None and not (folder / "results.json").exists():
+        if not (folder / INTERRUPTED).exists():
+            raise TrainError(f"ended by {stopped_by} before it could be saved; {again}")
+        talk(f"{stopped_by}: the step was finished and saved; {again}")
+        return
+    _show_results(folder)
+
+
+def _show_results(folder: Path) -> None:
+    results = TrainingRun.load(folder).results
+    if results is None:
+        raise TrainError(f"{folder}: the workers ended without results")
+    messages = "torch's own buckets" if results.num_messages is None else f"{results.num_messages} messages a step"
+    typer.echo(
+        f"top-1 {results.top1:.2%}, top-5 {results.top5:.2%} after {results.epochs} epochs; "
+        f"{results.samples_per_s:.0f} samples/s in {messages}; {folder}"
+    )
+
+
+def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
+    """Be one of the workers."""
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda found, _: asked.append(found))
+    # An elastic agent that is gone can start nobody again: leave, too, as if it had asked.
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    _find_own_modules()
+    import torch
+
+    from mgwfbp.train.failures import lost_workers
+    from mgwfbp.train.worker import run_worker
+
+    listener: Listener = ProgressLines() if rank() == 0 else Listener()
+    with (
+        failures_of(config.model, config.batch_size, config.device),
+        lost_workers(),
+        process_group(config.device, None, timeout_s=max(START_S, config.timeout_s)),
+    ):
+        run_worker(
+            config,
+            folder,
+            _place(torch.device(config.device)),
+            resume=resume or is_restarted,
+            is_asked_to_stop=lambda: bool(asked) or (agent is not None and os.getppid() != agent),
+            listener=listener,
+        )
+
+
+def _place(device: "torch.device") -> "torch.device":
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device

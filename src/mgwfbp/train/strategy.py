@@ -1,0 +1,141 @@
+"""From a strategy's name to a wrapped model; what a planner needs is measured if it was not given."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mgwfbp.cost import Cost, load_cost
+from mgwfbp.errors import TrainError
+from mgwfbp.measure.agreement import agree_on_trace, together
+from mgwfbp.measure.allreduce import measure_allreduce
+from mgwfbp.measure.backward import measure_backward
+from mgwfbp.plan import MergePlan
+from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.strategies import STRATEGIES, parallel, plan_for
+from mgwfbp.trace import ModelTrace, load_trace
+from mgwfbp.train.config import TrainConfig
+from mgwfbp.train.models import build_model, classification_loss
+from mgwfbp.units import quote
+
+__all__ = ["Wrapped", "check_strategy", "needs_measuring", "wrap"]
+
+# Strategies whose planners need a trace and a cost.
+_PLANNED = ("mgwfbp", "optimal")
+# How long the network may be measured when a run begins.
+_SWEEP_BUDGET_S = 3.0
+_SWEEP_ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A model whose gradients are averaged, and what its plan was made from."""
+
+    ddp: DistributedDataParallel
+    trace: ModelTrace | None
+    cost: Cost | None
+
+
+def is_plan(strategy: str) -> bool:
+    """Say whether a strategy is the path of a plan."""
+    return strategy.endswith(".json") or os.sep in strategy
+
+
+def needs_measuring(config: TrainConfig) -> bool:
+    """Say whether a run begins with measurements."""
+    return config.strategy in _PLANNED and (config.trace is None or config.cost is None)
+
+
+def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> None:
+    """Raise unless the strategy, plan, trace and cost of a run exist and are for its model; builds no weights."""
+    with torch.device("meta"):
+        model = build_model(config.model, num_classes=num_classes, channels=channels)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise TrainError(f"model {quote(config.model)} has no parameter that requires a gradient: nothing to train")
+    if is_plan(config.strategy):
+        MergePlan.load(config.strategy).check_covers(names, what="the model")
+    elif config.strategy not in STRATEGIES:
+        plan_for(model, config.strategy)  # bucket-N, or an error that lists what there is
+    if config.trace is not None:
+        layers = {layer.name for layer in load_trace(config.trace).layers}
+        if config.strategy in _PLANNED and layers != set(names):
+            odd = sorted(layers ^ set(names))[0]
+            raise TrainError(
+                f"the trace {quote(config.trace)} is of another model: {quote(odd)} is in one of them only"
+            )
+    if config.cost is not None:
+        load_cost(config.cost)
+    if config.strategy in _PLANNED and config.cost is None and config.workers == 1:
+        raise TrainError(
+            f"strategy {quote(config.strategy)} plans for the network between workers, and there is 1; "
+            "start more, or give --cost"
+        )
+
+
+def wrap(
+    module: nn.Module,
+    config: TrainConfig,
+    first_batch: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    group: dist.ProcessGroup,
+    plan_before: str | None,
+    is_tuned: bool,
+) -> Wrapped:
+    """Wrap a model on its device by the strategy of a run; gradients travel in ``group``. All ranks must call it.
+
+    A run that goes on keeps the plan that it had (``plan_before``, JSON): measuring anew might give another, and with
+    more than two ranks another order of sums. One whose tuner had settled (``is_tuned``) is not tuned again.
+    """
+    on_gpu = next(module.parameters()).device.type == "cuda"
+    arguments: dict[str, Any] = {"process_group": group}
+    if on_gpu:
+        arguments["device_ids"] = [torch.cuda.current_device()]
+    if plan_before is not None and (config.strategy in _PLANNED or is_tuned):
+        plan = MergePlan.from_json(json.loads(plan_before))
+        return Wrapped(parallel(module, plan, **arguments), None, None)
+    if is_tuned:  # and torch's own buckets were the fastest
+        return Wrapped(parallel(module, "ddp", **arguments), None, None)
+    trace = load_trace(config.trace) if config.trace is not None else None
+    cost = load_cost(config.cost) if config.cost is not None else None
+    if config.strategy in _PLANNED:
+        if trace is None:
+            trace = _measure_trace(module, config, first_batch, group)
+        if cost is None:
+            device = next(module.parameters()).device
+            cost = measure_allreduce(
+                group,
+                device=device,
+                max_bytes=max(8, trace.grad_bytes),
+                budget_s=_SWEEP_BUDGET_S,
+                max_rounds=_SWEEP_ROUNDS,
+            )
+    return Wrapped(parallel(module, config.strategy, trace=trace, cost=cost, **arguments), trace, cost)
+
+
+def _measure_trace(
+    module: nn.Module,
+    config: TrainConfig,
+    first_batch: Callable[[], tuple[Tensor, Tensor]],
+    group: dist.ProcessGroup,
+) -> ModelTrace:
+    def local() -> ModelTrace:
+        images, labels = first_batch()
+        part = config.batch_size // config.accumulation_steps
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return measure_backward(
+            module,
+            images[:part],
+            lambda output: classification_loss(output, labels[:part], label_smoothing=config.label_smoothing),
+            name=config.model,
+            accumulation_steps=config.accumulation_steps,
+            autocast_dtype=dtypes.get(config.autocast or ""),
+        )
+
+    dist.barrier(group)  # all of them measure at the same time, as they train
+    return agree_on_trace(together(local, group), group)

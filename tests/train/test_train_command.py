@@ -1,0 +1,203 @@
+"""``mgwfbp train`` as people and schedulers run it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mgwfbp import MergePlan, TrainingRun
+from mgwfbp.cli import run
+from mgwfbp.train.config import TrainConfig
+from tests.train.ranks import equal, logged_step, said, train_to_end, wait_until, weights
+
+ROOT = Path(__file__).parents[2]
+# The same run twice: for the command line, and for workers that tests start themselves.
+SMALL = ["--factory", "tests.train.models:tiny", "--data", "synthetic", "--samples", "640", "--classes", "10"]
+SMALL += ["--image-size", "8", "--strategy", "wfbp", "--log-steps", "1", "--no-tensorboard", "--workers", "2"]
+SMALL += ["--epochs", "40", "--checkpoint-steps", "7"]
+CONFIG = TrainConfig(
+    model="tests.train.models:tiny",
+    data="synthetic",
+    num_samples=640,
+    num_classes=10,
+    image_size=8,
+    strategy="wfbp",
+    log_steps=1,
+    tensorboard=False,
+    workers=2,
+    epochs=40,
+    checkpoint_steps=7,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--model", "resnet5O"], 1, "torchvision has no classification model 'resnet5O' (near: resnet50"),
+        (["--factory", "nowhere:model"], 1, "No module named 'nowhere'"),
+        (["--factory", "tests.train.models:not_a_model"], 1, "expected a torch.nn.Module"),
+        (["--factory", "tests.train.models"], 2, "expected package.module:function"),
+        (["--data", "/nowhere/at/all"], 1, "no data: '/nowhere/at/all' is no folder"),
+        (["--workers", "0"], 2, "--workers"),
+        (["--batch-size", "32", "--accumulation-steps", "5"], 2, "does not divide into 5 equal parts"),
+        (["--global-batch-size", "100", "--workers", "3"], 2, "100 samples does not divide among 3 workers"),
+        (["--global-batch-size", "100", "--batch-size", "50"], 2, "give one of them"),
+        (["--batch-size", "2000"], 1, "fewer than one batch of 2000"),
+        (["--strategy", "fastest"], 1, "strategy 'fastest' is unknown"),
+        (["--strategy", "no/plan.json"], 1, "no/plan.json: cannot be read"),
+        (["--strategy", "optimal"], 1, "there is 1; start more, or give --cost"),
+        (["--trace", "no-such-trace"], 1, "no-such-trace"),
+        (["--cost", "no-such-cost.json"], 1, "no-such-cost.json"),
+        (["--lr", "-1"], 2, "lr is -1.0"),
+        (["--label-smoothing", "1"], 2, "expected less than 1"),
+        (["--timeout", "0"], 2, "expected 1 second or more"),
+        (["--epochs", "0"], 2, "--epochs"),
+        (["--schedule", "linear"], 2, "'linear' is not one of"),
+        (["--autocast", "fp8"], 2, "'fp8' is not one of"),
+        (["--resume"], 2, "name the run's folder"),
+    ],
+)
+def test_bad_options_end_with_one_line_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    status: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", *options]) == status
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_of_another_model_and_a_folder_in_use_are_refused_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MergePlan("other", "by hand", (("a", "b"),)).save(tmp_path / "plan.json")
+    assert run(["train", "--strategy", str(tmp_path / "plan.json")]) == 1
+    assert "it was made for another model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert run(["train", "-o", str(tmp_path)]) == 1
+    assert "holds a run already: go on with it by --resume" in capsys.readouterr().err
+
+
+@contextmanager
+def training(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own; at the end neither it nor its workers are left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mgwfbp", "train", *SMALL, *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        for _ in range(100):
+            if not workers_in(options[options.index("-o") + 1]):
+                break
+            time.sleep(0.1)
+        for pid in workers_in(options[options.index("-o") + 1]):
+            os.kill(pid, signal.SIGKILL)
+
+
+def workers_in(folder: str) -> list[int]:
+    """The processes of a run: those whose command names its folder, the one that started the others first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if folder in words and "train" in words:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.timeout(240)
+def test_after_a_kill_a_dead_launcher_and_sigterm_a_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with training("-o", str(folder), "--max-restarts", "1") as process:
+        wait_until(lambda: logged_step(folder) >= 10, 100)
+        launcher, *workers = workers_in(str(folder))
+        assert launcher == process.pid
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        wait_until(lambda: set(workers_in(str(folder))[1:]).isdisjoint(workers), 60)
+        wait_until(lambda: logged_step(folder) >= 20 and len(workers_in(str(folder))) == 3, 100)
+        # Nobody is left to start them again: they finish the step, save and leave.
+        process.kill()
+        _, err = process.communicate(timeout=60)
+        wait_until(lambda: not workers_in(str(folder)), 30)
+    assert "going on after step" in err
+    assert "samples/s" in err
+    assert "Traceback" not in err
+    assert weights(folder)["step"] >= 20
+    with training("-o", str(folder), "--resume") as process:
+        wait_until(lambda: logged_step(folder) >= 30 and len(workers_in(str(folder))) == 3, 100)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert "SIGTERM: the step was finished and saved; go on with --resume" in err
+    assert TrainingRun.load(folder).results is None
+    train_to_end(CONFIG, folder, resume=True)
+    assert "not as before" not in said(folder)
+    train_to_end(CONFIG, tmp_path / "whole")
+    assert equal(weights(folder), weights(tmp_path / "whole"))
+
+
+LAUNCH = """
+import sys
+from mgwfbp.errors import TrainError
+from mgwfbp.train.launch import launch
+try:
+    launch([sys.executable, "-c", sys.argv[1]], workers=2, max_restarts=1, shutdown_s=5)
+except TrainError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("os.kill(os.getpid(), 9)", "was killed (SIGKILL) after 1 restarts"), ("sys.exit(7)", "failed (status 7) after")],
+)
+def test_a_worker_that_fails_too_often_ends_the_job_with_one_line(tmp_path: Path, code: str, words: str) -> None:
+    wrong = f"import os, sys; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); os.environ['RANK'] == '1' and {code}"
+    done = subprocess.run([sys.executable, "-c", LAUNCH, wrong], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("\n") == 1
+    assert "worker 1 " in done.stdout
+    assert words in done.stdout
+    assert "--resume goes on from the last checkpoint" in done.stdout
+    assert done.stderr == ""
+    assert 3 <= len(list(tmp_path.iterdir())) <= 4  # two workers, started twice
+
+
+@pytest.mark.timeout(240)
+def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mgwfbp", "demo", "--no-lab", "--workers", "2", "--epochs", "1", "-o", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout
+    assert f"both runs, step by step: {tmp_path / 'report.html'}" in done.stdout
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    first, second = (TrainingRun.load(tmp_path / name) for name in ("ddp", "auto"))
+    assert [line.top1 for line in first.epochs] == [line.top1 for line in second.epochs]  # at 2 ranks

@@ -1,0 +1,247 @@
+"""Training with real workers: strategies, precision, accumulation, validation, workers that hang."""
+
+import csv
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import LinearCost, MergePlan, TrainingRun, load_cost, load_trace
+from mgwfbp.train.batches import Batches
+from mgwfbp.train.config import TrainConfig
+from mgwfbp.train.data import Samples, open_data
+from mgwfbp.train.evaluate import evaluate
+from mgwfbp.train.models import build_model, classification_loss
+from mgwfbp.train.rng import seed_rng
+from mgwfbp.train.sampler import TrainBatches, ValidBatches
+from mgwfbp.train.schedule import learning_rate
+from mgwfbp.train.seeds import mixed_seed
+from tests.train.ranks import equal, logged_step, said, started, train, train_to_end, wait_until, weights
+
+CPU = torch.device("cpu")
+TINY = TrainConfig(model="tests.train.models:tiny", workers=2, epochs=2, strategy="ddp", tensorboard=False)
+PLAIN = replace(TINY, model="tests.train.models:plain")
+
+
+def stock_training(rank: int, config: TrainConfig, folder: Path) -> None:
+    """The same training written with torch alone: the oracle for plans at 2 ranks."""
+    data = open_data(config)
+    seed_rng(config.seed)
+    model = build_model(config.model, num_classes=data.num_classes, channels=data.channels)
+    ddp = StockDdp(model)
+    seed_rng(mixed_seed(config.seed, rank))
+    sampler = TrainBatches(len(data.train), config.batch_size, rank=rank, workers=config.workers, seed=config.seed)
+    batches = Batches(data.train, sampler, CPU, loaders=0, refuse=True, on_skip=print)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    step = 0
+    for epoch in range(config.epochs):
+        sampler.go_to(epoch)
+        for images, labels in batches:
+            optimizer.param_groups[0]["lr"] = learning_rate(config, step, len(sampler))
+            classification_loss(ddp(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "stock.pt")
+
+
+def test_every_strategy_learns_and_every_plan_at_2_ranks_is_bitwise_stock_ddp(tmp_path: Path) -> None:
+    config = replace(TINY, epochs=4)
+    with started(stock_training, 2, tmp_path, config, tmp_path) as ranks:
+        assert ranks.wait() == [0, 0]
+    stock = torch.load(tmp_path / "stock.pt", weights_only=True)
+    names = [name for name, _ in build_model(config.model, num_classes=10, channels=1).named_parameters()]
+    MergePlan("tiny", "by hand", (tuple(names[4:]), tuple(names[:4]))).save(tmp_path / "plan.json")
+    for strategy in ("ddp", "wfbp", "single", "optimal", "naive", "ps", str(tmp_path / "plan.json")):
+        run = train_to_end(replace(config, strategy=strategy), tmp_path / Path(strategy).stem)
+        assert run.results is not None
+        assert run.results.top1 > 0.9, strategy
+        found = {name: tensor for name, tensor in weights(run.folder).items() if name in stock}
+        assert equal(found, stock), strategy
+
+
+def test_a_planner_measures_what_it_needs_and_keeps_it_in_the_run(tmp_path: Path) -> None:
+    run = train_to_end(replace(TINY, strategy="optimal", epochs=1), tmp_path / "run")
+    assert run.plan is not None
+    assert run.trace is not None
+    assert run.cost is not None
+    assert run.plan.planner == "optimal"
+    assert run.cost.workers == 2
+    assert run.results is not None
+    assert run.results.num_messages == run.plan.num_groups
+    # What was kept can be given to another run, which then measures nothing and has the same plan.
+    given = replace(
+        TINY, strategy="optimal", epochs=1, trace=str(run.folder / "trace.json"), cost=str(run.folder / "cost.json")
+    )
+    again = train_to_end(given, tmp_path / "again")
+    assert again.plan == run.plan
+    assert load_trace(str(again.folder / "trace.json")) == run.trace
+    assert load_cost(again.folder / "cost.json") == run.cost
+    assert "measuring" not in said(again.folder)
+
+
+def test_a_planned_run_that_is_resumed_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> None:
+    config = replace(TINY, strategy="optimal")
+    first = train_to_end(replace(config, epochs=1), tmp_path / "run")
+    second = train_to_end(config, tmp_path / "run", resume=True)
+    assert first.plan == second.plan
+    assert said(tmp_path / "run").count("measuring") == 1
+
+
+def test_a_batch_in_parts_gives_the_weights_of_a_whole_one(tmp_path: Path) -> None:
+    whole = train_to_end(replace(PLAIN, epochs=1), tmp_path / "whole")
+    parts = train_to_end(replace(PLAIN, epochs=1, accumulation_steps=4), tmp_path / "parts")
+    for name, tensor in weights(whole.folder).items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.allclose(tensor, weights(parts.folder)[name], atol=1e-5), name
+
+
+def test_two_workers_give_the_weights_of_one_with_the_whole_batch(tmp_path: Path) -> None:
+    two = train_to_end(replace(PLAIN, epochs=1), tmp_path / "two")
+    one = train_to_end(replace(PLAIN, epochs=1, workers=1, batch_size=64, scale_lr=False, lr=0.1), tmp_path / "one")
+    assert abs(two.epochs[0].train_loss - one.epochs[0].train_loss) < 1e-5
+    for name, tensor in weights(one.folder).items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.allclose(tensor, weights(two.folder)[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16"])
+def test_mixed_precision_learns_too(tmp_path: Path, autocast: str) -> None:
+    run = train_to_end(replace(PLAIN, epochs=3, autocast=autocast, clip_norm=5.0), tmp_path / "run")  # type: ignore[arg-type]
+    assert run.results is not None
+    assert run.results.top1 > 0.8
+
+
+def test_clipping_keeps_every_update_small(tmp_path: Path) -> None:
+    config = replace(PLAIN, workers=1, epochs=1, lr=1.0, momentum=0.0, weight_decay=0.0, warmup_epochs=0.0)
+    run = train_to_end(replace(config, clip_norm=1e-6), tmp_path / "run")
+    seed_rng(config.seed)
+    before = build_model(config.model, num_classes=10, channels=1).state_dict()
+    moved = sum(float((weights(run.folder)[name] - tensor).square().sum()) for name, tensor in before.items()) ** 0.5
+    assert run.results is not None
+    assert 0 < moved <= 1e-6 * run.results.steps * 1.01 + 1e-6
+
+
+def test_a_run_that_diverges_says_so_on_every_rank(tmp_path: Path) -> None:
+    config = replace(PLAIN, lr=1e20, warmup_epochs=0.0, log_steps=5)
+    with started(train, 2, tmp_path, config, tmp_path / "run", False) as ranks:
+        assert ranks.wait() == [1, 1]
+    assert said(tmp_path / "run").count("training has diverged") == 2
+
+
+def count_right(rank: int, workers: int, folder: Path) -> None:
+    torch.manual_seed(5)
+    samples = Samples(torch.randn(1000, 1, 8, 8), torch.randint(10, (1000,)))
+    model = build_model("tests.train.models:plain", num_classes=10, channels=1)
+    shares = ValidBatches(1000, 32, rank=rank, workers=workers)
+    found = evaluate(model, Batches(samples, shares, CPU, loaders=0, refuse=True, on_skip=print), CPU)
+    (folder / f"{workers}-{rank}.json").write_text(json.dumps([found.num_samples, found.top1, found.top5, found.loss]))
+
+
+def test_accuracy_over_3_workers_and_1000_samples_is_the_single_process_figure_exactly(tmp_path: Path) -> None:
+    for workers in (1, 3):
+        with started(count_right, workers, tmp_path, workers, tmp_path) as ranks:
+            assert ranks.wait() == [0] * workers
+    alone = json.loads((tmp_path / "1-0.json").read_text())
+    assert alone[0] == 1000
+    assert 0 < alone[1] < alone[2] < 1
+    for rank in range(3):
+        found = json.loads((tmp_path / f"3-{rank}.json").read_text())
+        assert found[:3] == alone[:3]
+        assert abs(found[3] - alone[3]) < 1e-9
+
+
+def test_a_worker_that_hangs_is_found_by_the_timeout(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = replace(TINY, epochs=50, log_steps=1, timeout_s=3.0)
+    with started(train, 2, tmp_path, config, folder, False, timeout_s=3.0) as ranks:
+        wait_until(lambda: logged_step(folder) >= 3)
+        hung = ranks.processes[1]
+        assert hung.pid is not None
+        os.kill(hung.pid, signal.SIGSTOP)
+        begin_s = time.monotonic()
+        ranks.processes[0].join(40)
+        assert ranks.processes[0].exitcode == 1
+        assert time.monotonic() - begin_s < 40
+    assert "timed out" in said(folder).lower()
+
+
+def test_the_logs_agree_with_one_another(tmp_path: Path) -> None:
+    run = train_to_end(replace(TINY, log_steps=4, tensorboard=True), tmp_path / "run")
+    assert [line.step for line in run.steps] == list(range(4, 45, 4))
+    with (run.folder / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [line.loss for line in run.steps]
+    assert [row["exposed_s"] or None for row in rows] == [
+        None if line.exposed_s is None else str(line.exposed_s) for line in run.steps
+    ]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [line.step for line in run.steps]
+    assert board.Scalars("epoch/top1")[-1].value == pytest.approx(run.epochs[-1].top1)
+    assert run.config["model"] == TINY.model
+    assert run.environment["backend"] == "gloo"
+    assert len(run.environment["hosts"]) == 2
+
+
+def test_a_run_does_not_overwrite_another(tmp_path: Path) -> None:
+    config = replace(PLAIN, workers=1, epochs=1)
+    before = train_to_end(config, tmp_path / "run")
+    with started(train, 1, tmp_path, config, tmp_path / "run", False) as ranks:
+        assert ranks.wait() == [1]
+    assert "holds a run already" in said(tmp_path / "run")
+    assert TrainingRun.load(tmp_path / "run").results == before.results
+
+
+def test_a_run_goes_on_only_as_it_was_begun(tmp_path: Path) -> None:
+    train_to_end(replace(PLAIN, workers=1, epochs=1), tmp_path / "run")
+    other = replace(PLAIN, workers=1, epochs=2, batch_size=16)
+    with started(train, 1, tmp_path, other, tmp_path / "run", True) as ranks:
+        assert ranks.wait() == [1]
+    assert "begun with batch_size 32, now it is 16" in said(tmp_path / "run")
+
+
+def test_costs_and_traces_of_the_user_are_taken(tmp_path: Path) -> None:
+    LinearCost(2, 1.0, 0.0).save(tmp_path / "cost.json")  # a start-up so long that all gradients travel together
+    run = train_to_end(replace(PLAIN, strategy="optimal", epochs=1, cost=str(tmp_path / "cost.json")), tmp_path / "run")
+    assert run.plan is not None
+    assert run.plan.num_groups == 1
+
+
+def test_a_tuned_run_keeps_what_the_tuner_found_and_is_bitwise_one_with_ddps_buckets_at_2_ranks(tmp_path: Path) -> None:
+    config = replace(TINY, strategy="auto", epochs=8)
+    tuned = train_to_end(config, tmp_path / "tuned")
+    plain = train_to_end(replace(config, strategy="ddp"), tmp_path / "plain")
+    assert equal(weights(tuned.folder), weights(plain.folder))
+    assert tuned.tuning is not None
+    assert tuned.tuning["state"] == "settled"
+    assert tuned.trace is not None
+    assert tuned.cost is not None
+    assert tuned.plan is not None
+    assert plain.tuning is None
+    # A run that goes on does not tune again: it has the plan that was found.
+    (tuned.folder / "tuning.json").unlink()
+    longer = train_to_end(replace(config, epochs=9), tuned.folder, resume=True)
+    assert longer.plan == tuned.plan
+    assert longer.tuning is None
+
+
+def test_ten_steps_are_observed_and_their_exposed_communication_is_logged(tmp_path: Path) -> None:
+    run = train_to_end(replace(TINY, strategy="optimal", epochs=3, log_steps=5), tmp_path / "run")
+    assert run.timeline is not None
+    assert run.predicted is not None
+    assert run.plan is not None
+    assert [message.layers for message in run.timeline.messages] == list(run.plan.groups)
+    assert [message.layers for message in run.predicted.messages] == list(run.plan.groups)
+    assert run.steps[0].exposed_s is None
+    assert run.steps[-1].exposed_s == run.timeline.exposed_s
