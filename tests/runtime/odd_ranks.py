@@ -1,5 +1,7 @@
 """What one rank does in the tests of unusual training: ``python -m tests.runtime.odd_ranks FOLDER SCENARIO ...``."""
 
+import copy
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -170,6 +172,16 @@ def observing() -> dict[str, Any]:
     return found
 
 
+def frozen_copy() -> dict[str, Any]:
+    model = DistributedDataParallel(Deep(), plan=make_plan(Deep(), 3))
+    model.module[2].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        copied = copy.deepcopy(model)
+    losses = train(copied, vectors, 3)
+    return {"warnings": [str(one.message) for one in seen], "plan": copied.plan, "losses": len(losses)}
+
+
 def told(model: DistributedDataParallel, **arguments: Any) -> str:
     try:
         with model.observe(**arguments):
@@ -179,7 +191,13 @@ def told(model: DistributedDataParallel, **arguments: Any) -> str:
     return ""
 
 
-SCENARIOS = {"ways": ways, "unseen": unseen, "adversaries": adversaries, "observing": observing}
+SCENARIOS = {
+    "ways": ways,
+    "unseen": unseen,
+    "adversaries": adversaries,
+    "observing": observing,
+    "frozen_copy": frozen_copy,
+}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

@@ -11,7 +11,7 @@ from tests.runtime.odd_ranks import STEPS
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks met."""
-    scenarios = ["ways", "unseen", "adversaries", "observing"]
+    scenarios = ["ways", "unseen", "adversaries", "observing", "frozen_copy"]
     return run_ranks("tests.runtime.odd_ranks", scenarios, tmp_path_factory.mktemp("ranks"), 2)
 
 
@@ -47,3 +47,10 @@ def test_a_model_is_observed_by_one_block_at_a_time_and_for_a_step_or_more(two_r
         assert found["nested"] == "the model is being observed already: leave that block first"
         assert found["outer"] == 4
         assert found["no steps"] == "steps is 0, expected 1 or more"
+
+
+def test_a_copy_with_other_frozen_parameters_trains_without_the_plan_and_says_so(two_ranks: list[Any]) -> None:
+    for found in (told["frozen_copy"] for told in two_ranks):
+        (warning,) = found["warnings"]
+        assert warning.startswith("the plan is not used and DDP's own buckets are: it is a copy's")
+        assert (found["plan"], found["losses"]) == (None, 3)

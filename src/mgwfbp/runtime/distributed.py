@@ -188,6 +188,10 @@ class DistributedDataParallel(TunableParallel):
     def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
         """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
         if not self.__dict__.get("_compares", False):
+            # The Reducer of a copy has those parameters that require gradients now.
+            if self._plan is not None and set(self._plan.layer_names) != set(self._names(parameters)):
+                self._plan = None
+                _warn_unused("it is a copy's, and parameters were frozen or thawed since the plan was made")
             return
         requested = None if self.cannot_hold else self._requested
 
