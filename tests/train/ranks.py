@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 
 @functools.cache
-def _context() -> Any:
+def context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.train.ranks", "sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "torchvision"]
@@ -78,7 +78,7 @@ def started(
     scratch.mkdir(parents=True, exist_ok=True)
     store = scratch / f"store-{time.monotonic_ns()}"
     processes = [
-        _context().Process(target=_main, args=(work, rank, workers, store, timeout_s, arguments))
+        context().Process(target=_main, args=(work, rank, workers, store, timeout_s, arguments))
         for rank in range(workers)
     ]
     for process in processes:
@@ -112,7 +112,7 @@ def forked(work: Callable[..., None], *arguments: object) -> int | None:
 
 def fork_all(calls: list[tuple[Callable[..., None], tuple[object, ...]]]) -> list[int | None]:
     """Do calls at the same time, each in a process of its own; return how they ended."""
-    ranks = Ranks([_context().Process(target=work, args=arguments) for work, arguments in calls])
+    ranks = Ranks([context().Process(target=work, args=arguments) for work, arguments in calls])
     for process in ranks.processes:
         process.start()
     try:

@@ -1,12 +1,14 @@
 """``mgwfbp train`` as people and schedulers run it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ from mgwfbp import MergePlan, TrainingRun
 from mgwfbp.cli import run
 from mgwfbp.cli.train import _folder
 from mgwfbp.cli.train_progress import ProgressLines
+from mgwfbp.cli.workers import _free_port
 from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.train.config import TrainConfig
-from tests.train.ranks import equal, logged_step, said, train_to_end, wait_until, weights
+from tests.train.ranks import context, equal, logged_step, said, train_to_end, wait_until, weights
 
 ROOT = Path(__file__).parents[2]
 # The same run twice: for the command line, and for workers that tests start themselves.
@@ -170,8 +173,37 @@ def workers_in(folder: str) -> list[int]:
     return sorted(found)
 
 
+def be_an_agent(folder: Path) -> None:
+    """Start the workers of a run as an elastic agent does, tell their ids, and wait to be killed."""
+    port, pids = _free_port(), []
+    os.environ.update(TORCHELASTIC_RUN_ID="a job", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            os.environ["RANK"] = str(rank)
+            os._exit(run(["train", *SMALL, "-o", str(folder), "--resume"]))
+        pids.append(pid)
+    (folder / "pids.json").write_text(json.dumps(pids))
+    signal.pause()
+
+
+@contextmanager
+def dying_agent(folder: Path) -> Iterator[BaseProcess]:
+    """An agent that the test kills; at the end its workers are gone, too."""
+    agent = context().Process(target=be_an_agent, args=(folder,))
+    agent.start()
+    try:
+        wait_until((folder / "pids.json").exists)
+        yield agent
+    finally:
+        agent.kill()
+        agent.join(10)
+        for pid in json.loads((folder / "pids.json").read_text()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.timeout(240)
-def test_after_a_kill_a_dead_launcher_and_sigterm_a_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_after_a_kill_sigterm_and_a_dead_agent_a_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with training("-o", str(folder), "--max-restarts", "1") as process:
         wait_until(lambda: logged_step(folder) >= 10, 100)
@@ -181,21 +213,23 @@ def test_after_a_kill_a_dead_launcher_and_sigterm_a_run_ends_as_if_nothing_had_b
         os.kill(workers[1], signal.SIGKILL)
         wait_until(lambda: set(workers_in(str(folder))[1:]).isdisjoint(workers), 60)
         wait_until(lambda: logged_step(folder) >= 20 and len(workers_in(str(folder))) == 3, 100)
-        # Nobody is left to start them again: they finish the step, save and leave.
-        process.kill()
-        _, err = process.communicate(timeout=60)
-        wait_until(lambda: not workers_in(str(folder)), 30)
-    assert "going on after step" in err
-    assert "samples/s" in err
-    assert "Traceback" not in err
-    assert weights(folder)["step"] >= 20
-    with training("-o", str(folder), "--resume") as process:
-        wait_until(lambda: logged_step(folder) >= 30 and len(workers_in(str(folder))) == 3, 100)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
+    assert "going on after step" in err
+    assert "samples/s" in err
+    assert "Traceback" not in err
     assert "SIGTERM: the step was finished and saved; go on with --resume" in err
     assert TrainingRun.load(folder).results is None
+    stopped = weights(folder)["step"]
+    assert stopped >= 20
+    # Where nobody is left to start them again workers finish the step, save and leave.
+    with dying_agent(folder) as agent:
+        wait_until(lambda: logged_step(folder) >= stopped + 5)
+        assert not (folder / "interrupted.json").exists()
+        agent.kill()
+        wait_until((folder / "interrupted.json").exists, 30)
+    assert weights(folder)["step"] >= stopped + 5
     train_to_end(CONFIG, folder, resume=True)
     assert "not as before" not in said(folder)
     train_to_end(CONFIG, tmp_path / "whole")
