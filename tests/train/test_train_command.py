@@ -276,6 +276,7 @@ def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout
     assert f"both runs, step by step: {tmp_path / 'report.html'}" in done.stdout
-    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    for place in (tmp_path, tmp_path / "ddp", tmp_path / "auto"):  # of both, and of each
+        assert (place / "report.html").read_text().startswith("<!DOCTYPE html>")
     first, second = (TrainingRun.load(tmp_path / name) for name in ("ddp", "auto"))
     assert [line.top1 for line in first.epochs] == [line.top1 for line in second.epochs]  # at 2 ranks

@@ -11,9 +11,10 @@ import typer
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.output import talk
+from mgwfbp.cli.report import report
 from mgwfbp.cli.train_progress import ProgressLines
 from mgwfbp.cli.workers import process_group, rank, under_launcher
-from mgwfbp.errors import TrainError
+from mgwfbp.errors import MgwfbpError, TrainError
 from mgwfbp.run import TrainingRun
 from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
 from mgwfbp.train.listener import Listener
@@ -290,7 +291,7 @@ def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
         lost_workers(),
         process_group(config.device, None, timeout_s=max(START_S, config.timeout_s)),
     ):
-        run_worker(
+        has_ended = run_worker(
             config,
             folder,
             _place(torch.device(config.device)),
@@ -299,6 +300,16 @@ def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
             listener=listener,
             job=None if job_name is None else Job(job_name, is_restarted),
         )
+    if has_ended and rank() == 0:
+        _write_report(folder)
+
+
+def _write_report(folder: Path) -> None:
+    """Write the run's page beside its files; a run that has ended well does not fail for want of a picture."""
+    try:
+        report([str(folder)], output=str(folder / "report.html"))
+    except MgwfbpError as error:
+        talk(f"no page: {error}")
 
 
 def _place(device: "torch.device") -> "torch.device":
