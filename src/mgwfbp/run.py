@@ -8,7 +8,7 @@
     timeline.json     a step as it was, if observed      predicted.json    the same step as the model has it
     log.jsonl         one object per logged step         log.csv           the same
     epochs.jsonl      one object per epoch               results.json      written last: the run is over
-    checkpoints/      tensorboard/
+    checkpoints/      tensorboard/                       .lock             keeps a second run out
 
 `TrainingRun` reads what is there: a run that is still going on, or that was killed, has less.
 """

@@ -1,10 +1,7 @@
-"""What one rank does in the tests of several: ``python -m tests.bench.ranks FOLDER``."""
+"""What one rank does in the tests of several."""
 
 import gc
 import json
-import os
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +86,9 @@ def servers() -> dict[str, Any]:
     return {name: getattr(costs, name).to_json() for name in ("alone", "shared")}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+def all_scenarios(rank: int, folder: Path) -> None:
+    """Do everything in one start; what came of it goes to ``rankN.json``."""
     result = {scenario.__name__: scenario() for scenario in (turns, servers, sent, sides)}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     # Reducers that wait for the garbage collector would outlive the group, whose threads must not outlive the process.
     gc.collect()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,8 @@ import pytest
 
 from mgwfbp import BenchResult, LayerTrace, ModelTrace
 from mgwfbp.cli import run
+from mgwfbp.cli.workers import _free_port
+from tests.train.ranks import fork_all
 
 FACTORY = ("--factory", "tests.measure.models:factory")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,10 +110,39 @@ def test_a_trace_that_is_not_there_is_one_line_and_status_1(capsys: pytest.Captu
     assert "'vgg99' is neither a file" in fails(capsys, 1, "--replay", "vgg99", "--workers", "2")
 
 
+@pytest.mark.parametrize("option", ["--output", "--markdown"])
+def test_a_place_where_nothing_can_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    for place in ("nowhere/result", "."):
+        assert run(["bench", "--replay", "trace.json", "--workers", "2", option, place]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"{place}: cannot be written" in err
+        assert err.count("\n") == 1
+
+
+def test_a_torn_trace_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("trace.json").write_text(Path("trace.json").read_text()[:-20])
+    assert "trace.json: not JSON" in fails(capsys, 1, "--replay", "trace.json", "--workers", "2")
+
+
+def one_rank(rank: int, workers: int, port: int, folder: Path, *arguments: str) -> None:
+    """Be one of the workers that a launcher starts; what it says goes to ``rankN.txt``."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(workers), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(folder)
+    with Path(f"rank{rank}.txt").open("w") as sys.stderr:
+        status = run(["bench", *arguments])
+    os._exit(status)
+
+
 def test_a_model_that_fails_is_one_line_on_every_rank() -> None:
-    done = process("--factory", "tests.measure.models:broken_factory", "--workers", "2", *QUICK, "-o", "result.json")
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    assert sorted(line.partition(": ")[0] for line in lines) == ["mgwfbp, rank 0", "mgwfbp, rank 1"]
-    assert all("mat1 and mat2" in line for line in lines)
+    broken = ("--factory", "tests.measure.models:broken_factory", *QUICK, "-o", "result.json")
+    port = _free_port()
+    assert fork_all([(one_rank, (rank, 2, port, Path.cwd(), *broken)) for rank in range(2)]) == [1, 1]
+    for rank in range(2):
+        said = Path(f"rank{rank}.txt").read_text()
+        assert said.startswith(f"mgwfbp, rank {rank}: ")
+        assert "mat1 and mat2" in said
+        assert said.count("\n") == 1
     assert not Path("result.json").exists()

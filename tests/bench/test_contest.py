@@ -1,9 +1,6 @@
 """Strategies side by side on three real ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,8 +9,9 @@ from hypothesis import given
 from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, StrategyError, predict
 from mgwfbp.bench.contenders import Contender, Costs, check_strategies, predict_contender
 from mgwfbp.bench.servers import ServerCosts, predict_servers
-from tests.bench.ranks import PLANNED, STRATEGIES
+from tests.bench.ranks import PLANNED, STRATEGIES, all_scenarios
 from tests.examples import linear_costs, make_trace, traces
+from tests.train.ranks import started
 
 WORLD = 3
 
@@ -22,27 +20,11 @@ WORLD = 3
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank of tests/bench/ranks.py wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.ranks", str(folder)],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
-        processes.append(process)
-    try:
-        for process in processes:
-            process.wait(timeout=100)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with started(all_scenarios, WORLD, folder, folder, timeout_s=60.0) as running:
+        codes = running.wait()
     # What a rank wrote counts, not its exit status: torch's threads were seen to abort a process at its very end.
     files = [folder / f"rank{rank}.json" for rank in range(WORLD)]
-    assert all(file.exists() for file in files), "\n".join(log.read_text()[-3000:] for log in logs)
+    assert all(file.exists() for file in files), codes
     return [json.loads(file.read_text()) for file in files]
 
 

@@ -176,6 +176,7 @@ def test_messages_are_listed_when_asked_for(tab: Tab, tmp_path: Path) -> None:
     tab.open(write_page(tmp_path, planned()))
     tab.page.get_by_text("messages of wfbp").click()
     rows = tab.page.locator("details[open] tbody tr")
+    rows.nth(len(TRACE.layers) - 1).wait_for()  # they are made once it has opened, a moment after the click
     assert rows.count() == len(TRACE.layers)
     assert rows.nth(2).locator("td").all_inner_texts()[-1] == TRACE.layers[2].name
 

@@ -139,7 +139,7 @@ def test_where_a_rank_is_killed_while_the_tuner_works_the_others_end_with_an_err
     ]
     try:
         for process in processes:
-            process.wait(timeout=60)
+            process.wait(timeout=100)
     finally:
         for process in processes:
             process.kill()

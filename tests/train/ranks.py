@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mgwfbp.errors import MgwfbpError
 from mgwfbp.run import TrainingRun
 from mgwfbp.train.checkpoints import CheckpointFolder
+from mgwfbp.train.claim import Job
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.listener import Listener
 from mgwfbp.train.worker import run_worker
@@ -29,9 +30,11 @@ TIMEOUT_S = 60.0
 
 
 @functools.cache
-def _context() -> Any:
+def context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.ranks", "sklearn.datasets", "torch.utils.tensorboard"])
+    context.set_forkserver_preload(
+        ["tests.train.ranks", "sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "torchvision"]
+    )
     return context
 
 
@@ -75,7 +78,7 @@ def started(
     scratch.mkdir(parents=True, exist_ok=True)
     store = scratch / f"store-{time.monotonic_ns()}"
     processes = [
-        _context().Process(target=_main, args=(work, rank, workers, store, timeout_s, arguments))
+        context().Process(target=_main, args=(work, rank, workers, store, timeout_s, arguments))
         for rank in range(workers)
     ]
     for process in processes:
@@ -102,7 +105,23 @@ def _main(
     dist.destroy_process_group()
 
 
-def train(rank: int, config: TrainConfig, folder: Path, resume: bool) -> None:
+def forked(work: Callable[..., None], *arguments: object) -> int | None:
+    """Call ``work`` in a process of its own, where it may do what must not be done here; return how it ended."""
+    return fork_all([(work, arguments)])[0]
+
+
+def fork_all(calls: list[tuple[Callable[..., None], tuple[object, ...]]]) -> list[int | None]:
+    """Do calls at the same time, each in a process of its own; return how they ended."""
+    ranks = Ranks([context().Process(target=work, args=arguments) for work, arguments in calls])
+    for process in ranks.processes:
+        process.start()
+    try:
+        return ranks.wait()
+    finally:
+        ranks.kill()
+
+
+def train(rank: int, config: TrainConfig, folder: Path, resume: bool, job: Job | None = None) -> None:
     """What one rank does in a run; its errors go to ``rankN.txt`` beside the folder."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
@@ -117,6 +136,7 @@ def train(rank: int, config: TrainConfig, folder: Path, resume: bool) -> None:
             resume=resume,
             is_asked_to_stop=lambda: bool(asked),
             listener=listener,
+            job=job,
         )
     except (MgwfbpError, RuntimeError) as error:
         (beside / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")

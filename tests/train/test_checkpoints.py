@@ -1,8 +1,7 @@
 """Checkpoints that are whole, and those that are not."""
 
 import random
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from mgwfbp import FileError, FormatError
 from mgwfbp.train.checkpoints import Checkpoint, CheckpointFolder
 from mgwfbp.train.rng import capture_rng, restore_rng, seed_rng
-from tests.train.ranks import equal
+from tests.train.ranks import equal, forked
 
 CPU = torch.device("cpu")
 
@@ -126,32 +125,25 @@ def test_a_sealed_file_with_code_in_it_is_refused_and_the_code_not_run(
     assert "it ran" not in capsys.readouterr().out
 
 
-FULL = """
-import resource, sys
-from pathlib import Path
-from mgwfbp import FileError
-from mgwfbp.train.checkpoints import CheckpointFolder
-from tests.train.test_checkpoints import make
-store = CheckpointFolder(Path(sys.argv[1]), keep=1)
-store.save(make(5))
-# From here on no file may grow beyond 100 kB: what a write meets on a full disk.
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    store.save(make(10, num_weights=1_000_000))
-except FileError as error:
-    print(error)
-"""
+def save_on_a_full_disk(folder: Path, said: Path) -> None:
+    store = CheckpointFolder(folder, keep=1)
+    store.save(make(5))
+    # From here on no file may grow beyond 100 kB: what a write meets on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        store.save(make(10, num_weights=1_000_000))
+    except FileError as error:
+        said.write_text(str(error))
 
 
 def test_a_full_disk_loses_no_earlier_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "the checkpoint of step 10 is not saved" in done.stdout
-    assert "File too large" in done.stdout
-    assert done.stdout.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005.json", "step-00000005.pt"]
-    found, problems = CheckpointFolder(tmp_path, keep=1).newest()
+    folder, said = tmp_path / "checkpoints", tmp_path / "said.txt"
+    assert forked(save_on_a_full_disk, folder, said) == 0
+    assert "the checkpoint of step 10 is not saved" in said.read_text()
+    assert "File too large" in said.read_text()
+    assert "\n" not in said.read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005.json", "step-00000005.pt"]
+    found, problems = CheckpointFolder(folder, keep=1).newest()
     assert found is not None
     assert (found.step, problems) == (5, [])
 

@@ -144,6 +144,12 @@ def test_train_and_val_must_have_the_same_classes(tmp_path: Path) -> None:
         open_data(replace(CONFIG, data=str(tmp_path)))
 
 
+def test_one_class_alone_is_refused(tmp_path: Path) -> None:
+    make_folder(tmp_path, classes=("blue",))
+    with pytest.raises(TrainError, match="one class alone, 'blue'"):
+        open_data(replace(CONFIG, data=str(tmp_path)))
+
+
 @pytest.mark.parametrize("missing", ["train", "val"])
 def test_a_folder_without_images_is_refused(tmp_path: Path, missing: str) -> None:
     make_folder(tmp_path)

@@ -1,26 +1,32 @@
 """``mgwfbp train`` as people and schedulers run it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from mgwfbp import MergePlan, TrainingRun
 from mgwfbp.cli import run
+from mgwfbp.cli.train import _folder
+from mgwfbp.cli.train_progress import ProgressLines
+from mgwfbp.cli.workers import _free_port
+from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.train.config import TrainConfig
-from tests.train.ranks import equal, logged_step, said, train_to_end, wait_until, weights
+from tests.train.ranks import context, equal, logged_step, said, train_to_end, wait_until, weights
 
 ROOT = Path(__file__).parents[2]
 # The same run twice: for the command line, and for workers that tests start themselves.
 SMALL = ["--factory", "tests.train.models:tiny", "--data", "synthetic", "--samples", "640", "--classes", "10"]
 SMALL += ["--image-size", "8", "--strategy", "wfbp", "--log-steps", "1", "--no-tensorboard", "--workers", "2"]
-SMALL += ["--epochs", "40", "--checkpoint-steps", "7"]
+SMALL += ["--epochs", "24", "--checkpoint-steps", "7"]
 CONFIG = TrainConfig(
     model="tests.train.models:tiny",
     data="synthetic",
@@ -31,7 +37,7 @@ CONFIG = TrainConfig(
     log_steps=1,
     tensorboard=False,
     workers=2,
-    epochs=40,
+    epochs=24,
     checkpoint_steps=7,
 )
 
@@ -52,7 +58,10 @@ CONFIG = TrainConfig(
         (["--strategy", "fastest"], 1, "strategy 'fastest' is unknown"),
         (["--strategy", "no/plan.json"], 1, "no/plan.json: cannot be read"),
         (["--strategy", "optimal"], 1, "there is 1; start more, or give --cost"),
+        (["--factory", "tests.train.models:tiny", "--model", "resnet18"], 2, "give one of them"),
         (["--trace", "no-such-trace"], 1, "no-such-trace"),
+        (["--trace", "resnet50-k80-b32"], 1, "'resnet50-k80-b32' is of another model"),
+        (["--output", "/dev/null/run"], 1, "/dev/null/run: cannot be made: Not a directory"),
         (["--cost", "no-such-cost.json"], 1, "no-such-cost.json"),
         (["--lr", "-1"], 2, "lr is -1.0"),
         (["--label-smoothing", "1"], 2, "expected less than 1"),
@@ -89,6 +98,42 @@ def test_a_plan_of_another_model_and_a_folder_in_use_are_refused_too(
     (tmp_path / "config.json").write_text("{}")
     assert run(["train", "-o", str(tmp_path)]) == 1
     assert "holds a run already: go on with it by --resume" in capsys.readouterr().err
+
+
+def test_without_tensorboard_it_is_asked_for_or_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert run(["train"]) == 1
+    assert "pip install 'mgwfbp[train]', or use --no-tensorboard" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "name"),
+    [
+        ("tests.train.models:tiny", "bucket-0.5", "tiny-bucket-0.5-1"),
+        ("resnet18", "plans/mine.json", "resnet18-mine-1"),
+    ],
+)
+def test_a_run_without_a_folder_is_named_after_its_model_and_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, strategy: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _folder(TrainConfig(model=model, strategy=strategy), None, resume=False) == Path("runs") / name
+
+
+def test_progress_needs_nobody_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    lines = ProgressLines()
+    lines.step(LoggedStep(1, 0, 1.0, 1.0, 1.0, 1.0), 2)
+    lines.epoch(LoggedEpoch(0, 1.0, 1.0, 0.5, 0.5, 1.0), 1)
+
+
+def test_the_demo_overwrites_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "config.json").write_text("{}")
+    assert run(["demo", "-o", str(tmp_path)]) == 1
+    assert "holds a run already" in capsys.readouterr().err
 
 
 @contextmanager
@@ -128,8 +173,37 @@ def workers_in(folder: str) -> list[int]:
     return sorted(found)
 
 
+def be_an_agent(folder: Path) -> None:
+    """Start the workers of a run as an elastic agent does, tell their ids, and wait to be killed."""
+    port, pids = _free_port(), []
+    os.environ.update(TORCHELASTIC_RUN_ID="a job", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            os.environ["RANK"] = str(rank)
+            os._exit(run(["train", *SMALL, "-o", str(folder), "--resume"]))
+        pids.append(pid)
+    (folder / "pids.json").write_text(json.dumps(pids))
+    signal.pause()
+
+
+@contextmanager
+def dying_agent(folder: Path) -> Iterator[BaseProcess]:
+    """An agent that the test kills; at the end its workers are gone, too."""
+    agent = context().Process(target=be_an_agent, args=(folder,))
+    agent.start()
+    try:
+        wait_until((folder / "pids.json").exists)
+        yield agent
+    finally:
+        agent.kill()
+        agent.join(10)
+        for pid in json.loads((folder / "pids.json").read_text()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.timeout(240)
-def test_after_a_kill_a_dead_launcher_and_sigterm_a_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_after_a_kill_sigterm_and_a_dead_agent_a_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with training("-o", str(folder), "--max-restarts", "1") as process:
         wait_until(lambda: logged_step(folder) >= 10, 100)
@@ -139,21 +213,23 @@ def test_after_a_kill_a_dead_launcher_and_sigterm_a_run_ends_as_if_nothing_had_b
         os.kill(workers[1], signal.SIGKILL)
         wait_until(lambda: set(workers_in(str(folder))[1:]).isdisjoint(workers), 60)
         wait_until(lambda: logged_step(folder) >= 20 and len(workers_in(str(folder))) == 3, 100)
-        # Nobody is left to start them again: they finish the step, save and leave.
-        process.kill()
-        _, err = process.communicate(timeout=60)
-        wait_until(lambda: not workers_in(str(folder)), 30)
-    assert "going on after step" in err
-    assert "samples/s" in err
-    assert "Traceback" not in err
-    assert weights(folder)["step"] >= 20
-    with training("-o", str(folder), "--resume") as process:
-        wait_until(lambda: logged_step(folder) >= 30 and len(workers_in(str(folder))) == 3, 100)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
+    assert "going on after step" in err
+    assert "samples/s" in err
+    assert "Traceback" not in err
     assert "SIGTERM: the step was finished and saved; go on with --resume" in err
     assert TrainingRun.load(folder).results is None
+    stopped = weights(folder)["step"]
+    assert stopped >= 20
+    # Where nobody is left to start them again workers finish the step, save and leave.
+    with dying_agent(folder) as agent:
+        wait_until(lambda: logged_step(folder) >= stopped + 5)
+        assert not (folder / "interrupted.json").exists()
+        agent.kill()
+        wait_until((folder / "interrupted.json").exists, 30)
+    assert weights(folder)["step"] >= stopped + 5
     train_to_end(CONFIG, folder, resume=True)
     assert "not as before" not in said(folder)
     train_to_end(CONFIG, tmp_path / "whole")
@@ -164,26 +240,28 @@ LAUNCH = """
 import sys
 from mgwfbp.errors import TrainError
 from mgwfbp.train.launch import launch
-try:
-    launch([sys.executable, "-c", sys.argv[1]], workers=2, max_restarts=1, shutdown_s=5)
-except TrainError as error:
-    print(error)
+for code in sys.argv[1:]:
+    try:
+        launch([sys.executable, "-c", code], workers=2, max_restarts=1, shutdown_s=5)
+    except TrainError as error:
+        print(error)
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [("os.kill(os.getpid(), 9)", "was killed (SIGKILL) after 1 restarts"), ("sys.exit(7)", "failed (status 7) after")],
-)
-def test_a_worker_that_fails_too_often_ends_the_job_with_one_line(tmp_path: Path, code: str, words: str) -> None:
-    wrong = f"import os, sys; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); os.environ['RANK'] == '1' and {code}"
-    done = subprocess.run([sys.executable, "-c", LAUNCH, wrong], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.count("\n") == 1
-    assert "worker 1 " in done.stdout
-    assert words in done.stdout
-    assert "--resume goes on from the last checkpoint" in done.stdout
+def test_a_worker_that_fails_too_often_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    wrong = [
+        f"import os, sys; open(f'{tmp_path}/{kind}-{{os.getpid()}}', 'w').close(); os.environ['RANK'] == '1' and {end}"
+        for kind, end in enumerate(("os.kill(os.getpid(), 9)", "sys.exit(7)"))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *wrong], capture_output=True, text=True, timeout=60, check=True
+    )
+    words = ("was killed (SIGKILL) after 1 restarts", "failed (status 7) after 1 restarts")
+    for number, (line, how) in enumerate(zip(done.stdout.splitlines(), words, strict=True)):
+        assert f"worker 1 {how}" in line
+        assert "--resume goes on from the last checkpoint" in line
+        assert 3 <= len(list(tmp_path.glob(f"{number}-*"))) <= 4  # two workers, started twice
     assert done.stderr == ""
-    assert 3 <= len(list(tmp_path.iterdir())) <= 4  # two workers, started twice
 
 
 @pytest.mark.timeout(240)
@@ -198,6 +276,7 @@ def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout
     assert f"both runs, step by step: {tmp_path / 'report.html'}" in done.stdout
-    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    for place in (tmp_path, tmp_path / "ddp", tmp_path / "auto"):  # of both, and of each
+        assert (place / "report.html").read_text().startswith("<!DOCTYPE html>")
     first, second = (TrainingRun.load(tmp_path / name) for name in ("ddp", "auto"))
     assert [line.top1 for line in first.epochs] == [line.top1 for line in second.epochs]  # at 2 ranks

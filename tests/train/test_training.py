@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import LinearCost, MergePlan, TrainingRun, load_cost, load_trace
 from mgwfbp.train.batches import Batches
+from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.data import Samples, open_data
 from mgwfbp.train.evaluate import evaluate
@@ -27,6 +29,7 @@ from tests.train.ranks import equal, logged_step, said, started, train, train_to
 CPU = torch.device("cpu")
 TINY = TrainConfig(model="tests.train.models:tiny", workers=2, epochs=2, strategy="ddp", tensorboard=False)
 PLAIN = replace(TINY, model="tests.train.models:plain")
+PLANNED = replace(TINY, strategy="optimal", epochs=3, log_steps=5)
 
 
 def stock_training(rank: int, config: TrainConfig, folder: Path) -> None:
@@ -54,47 +57,69 @@ def stock_training(rank: int, config: TrainConfig, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "stock.pt")
 
 
-def test_every_strategy_learns_and_every_plan_at_2_ranks_is_bitwise_stock_ddp(tmp_path: Path) -> None:
-    config = replace(TINY, epochs=4)
-    with started(stock_training, 2, tmp_path, config, tmp_path) as ranks:
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """A run of 3 epochs that measured what its planner needs."""
+    return train_to_end(PLANNED, tmp_path_factory.mktemp("planned") / "run")
+
+
+def test_every_strategy_learns_and_every_plan_at_2_ranks_is_bitwise_stock_ddp(
+    tmp_path: Path, planned: TrainingRun
+) -> None:
+    with started(stock_training, 2, tmp_path, TINY, tmp_path) as ranks:
         assert ranks.wait() == [0, 0]
     stock = torch.load(tmp_path / "stock.pt", weights_only=True)
-    names = [name for name, _ in build_model(config.model, num_classes=10, channels=1).named_parameters()]
+    names = [name for name, _ in build_model(TINY.model, num_classes=10, channels=1).named_parameters()]
     MergePlan("tiny", "by hand", (tuple(names[4:]), tuple(names[:4]))).save(tmp_path / "plan.json")
+    trace, cost = (str(planned.folder / name) for name in ("trace.json", "cost.json"))
     for strategy in ("ddp", "wfbp", "single", "optimal", "naive", "ps", str(tmp_path / "plan.json")):
-        run = train_to_end(replace(config, strategy=strategy), tmp_path / Path(strategy).stem)
+        config = replace(TINY, strategy=strategy, trace=trace, cost=cost)
+        run = train_to_end(config, tmp_path / Path(strategy).stem)
         assert run.results is not None
         assert run.results.top1 > 0.9, strategy
         found = {name: tensor for name, tensor in weights(run.folder).items() if name in stock}
         assert equal(found, stock), strategy
 
 
-def test_a_planner_measures_what_it_needs_and_keeps_it_in_the_run(tmp_path: Path) -> None:
-    run = train_to_end(replace(TINY, strategy="optimal", epochs=1), tmp_path / "run")
-    assert run.plan is not None
-    assert run.trace is not None
-    assert run.cost is not None
-    assert run.plan.planner == "optimal"
-    assert run.cost.workers == 2
-    assert run.results is not None
-    assert run.results.num_messages == run.plan.num_groups
+def test_a_planner_measures_what_it_needs_and_keeps_it_in_the_run(tmp_path: Path, planned: TrainingRun) -> None:
+    assert said(planned.folder).count("measuring") == 1
+    assert planned.plan is not None
+    assert planned.trace is not None
+    assert planned.cost is not None
+    assert planned.plan.planner == "optimal"
+    assert planned.cost.workers == 2
+    assert planned.results is not None
+    assert planned.results.num_messages == planned.plan.num_groups
     # What was kept can be given to another run, which then measures nothing and has the same plan.
-    given = replace(
-        TINY, strategy="optimal", epochs=1, trace=str(run.folder / "trace.json"), cost=str(run.folder / "cost.json")
-    )
-    again = train_to_end(given, tmp_path / "again")
-    assert again.plan == run.plan
-    assert load_trace(str(again.folder / "trace.json")) == run.trace
-    assert load_cost(again.folder / "cost.json") == run.cost
+    trace, cost = (str(planned.folder / name) for name in ("trace.json", "cost.json"))
+    again = train_to_end(replace(TINY, strategy="optimal", epochs=1, trace=trace, cost=cost), tmp_path / "again")
+    assert again.plan == planned.plan
+    assert load_trace(str(again.folder / "trace.json")) == planned.trace
+    assert load_cost(again.folder / "cost.json") == planned.cost
     assert "measuring" not in said(again.folder)
 
 
-def test_a_planned_run_that_is_resumed_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> None:
-    config = replace(TINY, strategy="optimal")
-    first = train_to_end(replace(config, epochs=1), tmp_path / "run")
-    second = train_to_end(config, tmp_path / "run", resume=True)
-    assert first.plan == second.plan
-    assert said(tmp_path / "run").count("measuring") == 1
+def test_a_planned_run_that_is_resumed_keeps_its_plan_and_measures_nothing(
+    tmp_path: Path, planned: TrainingRun
+) -> None:
+    folder = shutil.copytree(planned.folder, tmp_path / "run")
+    longer = train_to_end(replace(PLANNED, epochs=4), folder, resume=True)
+    assert longer.plan == planned.plan
+    assert "going on after step" in said(folder)
+    assert "measuring" not in said(folder)
+
+
+def test_a_run_that_is_resumed_with_another_strategy_has_that_ones_plan(tmp_path: Path) -> None:
+    config = replace(PLAIN, strategy="wfbp", epochs=1)
+    before = train_to_end(config, tmp_path / "run")
+    assert before.plan is not None
+    assert before.plan.num_groups == 4
+    LinearCost(2, 1.0, 0.0).save(tmp_path / "cost.json")  # a start-up so long that all gradients travel together
+    other = replace(config, strategy="optimal", cost=str(tmp_path / "cost.json"), epochs=2)
+    after = train_to_end(other, tmp_path / "run", resume=True)
+    assert "not as before: strategy was wfbp, is optimal" in said(tmp_path / "run")
+    assert after.plan is not None
+    assert (after.plan.planner, after.plan.num_groups) == ("optimal", 1)
 
 
 def test_a_batch_in_parts_gives_the_weights_of_a_whole_one(tmp_path: Path) -> None:
@@ -211,13 +236,6 @@ def test_a_run_goes_on_only_as_it_was_begun(tmp_path: Path) -> None:
     assert "begun with batch_size 32, now it is 16" in said(tmp_path / "run")
 
 
-def test_costs_and_traces_of_the_user_are_taken(tmp_path: Path) -> None:
-    LinearCost(2, 1.0, 0.0).save(tmp_path / "cost.json")  # a start-up so long that all gradients travel together
-    run = train_to_end(replace(PLAIN, strategy="optimal", epochs=1, cost=str(tmp_path / "cost.json")), tmp_path / "run")
-    assert run.plan is not None
-    assert run.plan.num_groups == 1
-
-
 def test_a_tuned_run_keeps_what_the_tuner_found_and_is_bitwise_one_with_ddps_buckets_at_2_ranks(tmp_path: Path) -> None:
     config = replace(TINY, strategy="auto", epochs=8)
     tuned = train_to_end(config, tmp_path / "tuned")
@@ -234,14 +252,19 @@ def test_a_tuned_run_keeps_what_the_tuner_found_and_is_bitwise_one_with_ddps_buc
     longer = train_to_end(replace(config, epochs=9), tuned.folder, resume=True)
     assert longer.plan == tuned.plan
     assert longer.tuning is None
+    # Nor does one that goes on a second time.
+    longest = train_to_end(replace(config, epochs=10), tuned.folder, resume=True)
+    assert longest.plan == tuned.plan
+    checkpoint, _ = CheckpointFolder(tuned.folder / "checkpoints", keep=1).newest()
+    assert checkpoint is not None
+    assert checkpoint.is_tuned
 
 
-def test_ten_steps_are_observed_and_their_exposed_communication_is_logged(tmp_path: Path) -> None:
-    run = train_to_end(replace(TINY, strategy="optimal", epochs=3, log_steps=5), tmp_path / "run")
-    assert run.timeline is not None
-    assert run.predicted is not None
-    assert run.plan is not None
-    assert [message.layers for message in run.timeline.messages] == list(run.plan.groups)
-    assert [message.layers for message in run.predicted.messages] == list(run.plan.groups)
-    assert run.steps[0].exposed_s is None
-    assert run.steps[-1].exposed_s == run.timeline.exposed_s
+def test_ten_steps_are_observed_and_their_exposed_communication_is_logged(planned: TrainingRun) -> None:
+    assert planned.timeline is not None
+    assert planned.predicted is not None
+    assert planned.plan is not None
+    assert [message.layers for message in planned.timeline.messages] == list(planned.plan.groups)
+    assert [message.layers for message in planned.predicted.messages] == list(planned.plan.groups)
+    assert planned.steps[0].exposed_s is None
+    assert planned.steps[-1].exposed_s == planned.timeline.exposed_s

@@ -16,7 +16,7 @@ import typer
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.document import Grid, Section, to_markdown
 from mgwfbp.cli.options import Output
-from mgwfbp.cli.output import print_table, talk, write_record
+from mgwfbp.cli.output import check_writable, print_table, talk, write_record
 from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
@@ -95,6 +95,8 @@ def bench(
         raise typer.BadParameter("a replay needs no GPU; leave it out", param_hint="--device")
     recorded = None if replay is None else load_trace(replay)
     check_device(device)
+    if rank() == 0:
+        check_writable(output, markdown)
     start_local_workers(workers)
     if not under_launcher():
         raise typer.BadParameter(

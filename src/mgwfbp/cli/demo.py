@@ -12,7 +12,7 @@ import typer
 
 from mgwfbp.cli.output import print_table, talk
 from mgwfbp.cli.report import report
-from mgwfbp.errors import LabError, TrainError
+from mgwfbp.errors import FileError, LabError, TrainError
 from mgwfbp.lab import Cluster, parse_rate, run_lab
 from mgwfbp.run import TrainingRun
 from mgwfbp.units import format_seconds
@@ -39,6 +39,9 @@ def demo(
         raise typer.BadParameter(str(error), param_hint="--rate, --workers") from None
     names = (Path("runs") / f"demo-{number}" for number in count(1))
     folder = Path(output) if output else next(name for name in names if not name.exists())
+    for strategy in STRATEGIES:
+        if (folder / strategy / "config.json").exists():
+            raise FileError(f"{folder / strategy} holds a run already; choose another folder by --output")
     runs = []
     for strategy in STRATEGIES:
         place = folder / strategy
@@ -51,6 +54,8 @@ def demo(
             talk(f"\n{strategy}: {workers} workers on this machine")
             _train_here([*command, "--workers", str(workers)])
         runs.append(TrainingRun.load(place))
+        if runs[-1].results is None:
+            raise TrainError(f"{place}: the run was ended before its last epoch")
     _show(runs)
     _write_report(folder, runs)
 
@@ -87,7 +92,7 @@ def _show(runs: Sequence[TrainingRun]) -> None:
     """Print the runs side by side, and what the tuner has to say."""
     rows = []
     for run in runs:
-        assert run.results is not None  # noqa: S101  # they have ended well
+        assert run.results is not None  # noqa: S101  # it was looked at
         exposed_s = next((line.exposed_s for line in reversed(run.steps) if line.exposed_s is not None), None)
         rows.append(
             (
@@ -107,6 +112,8 @@ def _show(runs: Sequence[TrainingRun]) -> None:
     if tuning.get("state") == "settled":
         before, after = (format_seconds(tuning[name]) for name in ("before_s", "after_s"))
         typer.echo(f"the tuner, in turns within one run: DDP's own buckets {before} a step, chosen {after}")
+    elif tuning.get("reason"):  # it gave up
+        typer.echo(f"the tuner kept DDP's own buckets: {tuning['reason']}")
     else:
         typer.echo("the run was too short for the tuner to settle: give more --epochs")
 

@@ -1,8 +1,10 @@
 """Results to stdout or a file, talk to stderr; tables for a terminal, plain text for a pipe."""
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import typer
 from rich import box
@@ -10,15 +12,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mgwfbp.errors import FileError
 from mgwfbp.record import Record
 
-__all__ = ["print_table", "talk", "write_record"]
+__all__ = ["check_writable", "print_table", "talk", "write_record"]
 
 
 def talk(message: str) -> None:
     """Say something that is not the result; nobody need be there to hear it."""
     with suppress(OSError):
         typer.echo(message, err=True)
+
+
+def check_writable(*paths: str | None) -> None:
+    """Raise where a result could not be written in the end, before work begins that takes long."""
+    for path in paths:
+        if path is None:
+            continue
+        folder = Path(os.path.realpath(path)).parent
+        if Path(path).is_dir():
+            raise FileError(f"{path}: cannot be written: it is a folder")
+        if not folder.is_dir():
+            raise FileError(f"{path}: cannot be written: {folder} is no folder")
+        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise FileError(f"{path}: cannot be written: permission denied")
 
 
 def write_record(record: Record, path: str | None) -> None:

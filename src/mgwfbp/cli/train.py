@@ -11,9 +11,10 @@ import typer
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.output import talk
+from mgwfbp.cli.report import report
 from mgwfbp.cli.train_progress import ProgressLines
 from mgwfbp.cli.workers import process_group, rank, under_launcher
-from mgwfbp.errors import TrainError
+from mgwfbp.errors import MgwfbpError, TrainError
 from mgwfbp.run import TrainingRun
 from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
 from mgwfbp.train.listener import Listener
@@ -141,6 +142,8 @@ def train(
     tensorboard: Annotated[bool, typer.Option(rich_help_panel=_FILES)] = True,
 ) -> None:
     """Train a model on several workers. Ctrl-C and SIGTERM finish the step, save and leave with status 0."""
+    if factory is not None and model != DEFAULTS.model:
+        raise typer.BadParameter("give one of them", param_hint=["--model", "--factory"])
     if factory is not None and ":" not in factory:
         raise typer.BadParameter(f"{factory!r}, expected package.module:function", param_hint="--factory")
     num_workers = _count_workers(workers)
@@ -212,7 +215,8 @@ def _folder(config: TrainConfig, output: str | None, *, resume: bool) -> Path:
         return Path(output)
     if resume:
         raise typer.BadParameter("name the run's folder", param_hint="--output")
-    name = "-".join(Path(part).stem.rpartition(":")[2] for part in (config.model, config.strategy))
+    plan = Path(config.strategy)
+    name = f"{config.model.rpartition(':')[2]}-{plan.stem if plan.suffix == '.json' else plan.name}"
     names = (Path("runs") / f"{name}-{number}" for number in count(1))
     return next(folder for folder in names if not folder.exists())
 
@@ -226,12 +230,14 @@ def _find_own_modules() -> None:
 def _start(config: TrainConfig, folder: Path, *, resume: bool, max_restarts: int) -> None:
     """Check everything that can be, then start the workers and wait for them."""
     _find_own_modules()
+    from mgwfbp.train.claim import make_folder
     from mgwfbp.train.launch import launch
     from mgwfbp.train.worker import INTERRUPTED, check_folder, check_startable
 
     with failures_of(config.model, config.batch_size, config.device):
         check_startable(config)
     check_folder(folder, resume=resume)
+    make_folder(folder)
     # As torchrun does; torch reads it when a worker imports it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A store of its own for every start: in one that outlives a restart, workers find where the dead ones listened.
@@ -268,28 +274,42 @@ def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda found, _: asked.append(found))
     # An elastic agent that is gone can start nobody again: leave, too, as if it had asked.
-    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    job_name = os.environ.get("TORCHELASTIC_RUN_ID")
+    agent = None if job_name is None else os.getppid()
     is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     _find_own_modules()
     import torch
 
+    from mgwfbp.train.claim import Job
     from mgwfbp.train.failures import lost_workers
-    from mgwfbp.train.worker import run_worker
+    from mgwfbp.train.worker import check_machine, run_worker
 
+    check_machine(config)
     listener: Listener = ProgressLines() if rank() == 0 else Listener()
     with (
         failures_of(config.model, config.batch_size, config.device),
         lost_workers(),
         process_group(config.device, None, timeout_s=max(START_S, config.timeout_s)),
     ):
-        run_worker(
+        has_ended = run_worker(
             config,
             folder,
             _place(torch.device(config.device)),
-            resume=resume or is_restarted,
+            resume=resume,
             is_asked_to_stop=lambda: bool(asked) or (agent is not None and os.getppid() != agent),
             listener=listener,
+            job=None if job_name is None else Job(job_name, is_restarted),
         )
+    if has_ended and rank() == 0:
+        _write_report(folder)
+
+
+def _write_report(folder: Path) -> None:
+    """Write the run's page beside its files; a run that has ended well does not fail for want of a picture."""
+    try:
+        report([str(folder)], output=str(folder / "report.html"))
+    except MgwfbpError as error:
+        talk(f"no page: {error}")
 
 
 def _place(device: "torch.device") -> "torch.device":

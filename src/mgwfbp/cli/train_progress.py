@@ -30,7 +30,7 @@ class ProgressLines(Listener):
             f"{line.samples_per_s:.0f} samples/s  {format_seconds(line.step_s)} a step{exposed}"
         )
         self._clear()
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             talk(text)
             return
         self._width = len(text)

@@ -12,7 +12,7 @@ from mgwfbp.errors import MeasureError, MgwfbpError
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["agree_on_cost", "agree_on_trace", "gather", "together"]
+__all__ = ["agree_on_cost", "agree_on_trace", "first_line", "gather", "together"]
 
 T = TypeVar("T")
 AnyCost = TypeVar("AnyCost", LinearCost, PiecewiseCost)

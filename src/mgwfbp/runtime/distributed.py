@@ -96,11 +96,16 @@ class DistributedDataParallel(TunableParallel):
         those that the tuner found.
 
         A message is ready when the Reducer asks for it, starts once the message before it has arrived, and ends when it
-        has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans.
-        Outside of the block it costs nothing.
+        has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans,
+        and not inside of another block. Where a communication hook sends, all ranks must observe alike, between steps:
+        their Reducers are made anew. Outside of the block it costs nothing.
         """
+        if steps < 1:
+            raise MeasureError(f"steps is {steps}, expected 1 or more")
         if self._tuner is not None:
             raise MeasureError(f"the tuner is at work ({self.tuning.reason}): observe when it has ended, or tune=False")
+        if self.is_overheard:
+            raise MeasureError("the model is being observed already: leave that block first")
         parameters, sparse = self.reducible()
         if self.cannot_hold or any(sparse):
             raise MeasureError(f"cannot observe: {self.cannot_hold or 'gradients are sparse'}")
@@ -183,6 +188,10 @@ class DistributedDataParallel(TunableParallel):
     def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
         """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
         if not self.__dict__.get("_compares", False):
+            # The Reducer of a copy has those parameters that require gradients now.
+            if self._plan is not None and set(self._plan.layer_names) != set(self._names(parameters)):
+                self._plan = None
+                _warn_unused("it is a copy's, and parameters were frozen or thawed since the plan was made")
             return
         requested = None if self.cannot_hold else self._requested
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as torch_distributed
 
@@ -32,6 +33,7 @@ from mgwfbp.errors import PlanError
 __all__ = [
     "Listener",
     "PlannableParallel",
+    "accumulates_into",
     "drop_empty_hooks",
     "find_tensors",
     "missing",
@@ -69,6 +71,7 @@ _NEEDED = {
     "torch.distributed": ("ProcessGroup", "_register_builtin_comm_hook", "_register_comm_hook"),
     "torch.nn.parallel.distributed": ("_find_tensors",),
     "torch.autograd.Variable": ("_execution_engine",),
+    "torch._C": ("_will_engine_execute_node",),
     "torch._C._distributed_c10d": ("_create_work_from_future",),
 }
 
@@ -98,6 +101,7 @@ def missing() -> tuple[str, ...]:
         "torch.distributed": dist,
         "torch.nn.parallel.distributed": torch_distributed,
         "torch.autograd.Variable": Variable,
+        "torch._C": torch._C,
         "torch._C._distributed_c10d": getattr(torch._C, "_distributed_c10d", None),
     }
     names = [f"{owner}.{name}" for owner, needed in _NEEDED.items() for name in needed if not _has(owners[owner], name)]
@@ -240,6 +244,15 @@ def find_tensors(output: object) -> Iterable[Tensor]:
     return found
 
 
+def accumulates_into(parameters: Iterable[Tensor]) -> bool:
+    """Say whether the backward pass under way adds to the gradient of any of these; ``autograd.grad`` does not."""
+    leaves = (get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad)
+    try:
+        return any(map(torch._C._will_engine_execute_node, leaves))
+    except RuntimeError:  # torch says so of a leaf whose gradient autograd.grad is to return
+        return False
+
+
 def when_backward_has_ended(callback: Callable[[], None]) -> None:
     """Call back at the end of the backward pass that is under way, once the Reducer has averaged its gradients.
 
@@ -248,6 +261,19 @@ def when_backward_has_ended(callback: Callable[[], None]) -> None:
     """
     queue = Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
+
+
+@contextmanager
+def _thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let all parameters require gradients for a moment: a Reducer crashes on one that does not."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @contextmanager
@@ -272,6 +298,8 @@ def _planned_reducers(parameters: list[nn.Parameter], buckets: Buckets) -> Itera
 class PlannableParallel(DistributedDataParallel):
     """Torch's class with a say in its buckets, and a Reducer that can be replaced. Its heirs touch no private name."""
 
+    _reducible: tuple[list[nn.Parameter], list[bool]]
+    _debug_names: dict[int, str]
     _builtin_hook: Any = None
     _sample_rate: int | None = None
     is_compiled = False  # whether a graph was compiled inside the forward pass
@@ -308,9 +336,28 @@ class PlannableParallel(DistributedDataParallel):
         return bool(self._comm_hooks) or self._builtin_hook is not None
 
     @property
+    def is_overheard(self) -> bool:
+        """Whether a listener is told of messages."""
+        return self._listener is not None
+
+    @property
     def has_settled(self) -> bool:
         """Whether the Reducer has the buckets it will keep."""
         return bool(self._has_rebuilt_buckets) or (self.find_unused_parameters and not self.static_graph)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether torch has made its buckets anew, as it does after a step; not where it looks for unused ones."""
+        return bool(self._has_rebuilt_buckets)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether no reduction is under way; one may take several backward passes."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def unfit_for_tuning(self) -> str:
@@ -329,18 +376,18 @@ class PlannableParallel(DistributedDataParallel):
 
     def check_finished(self) -> None:
         """Raise where a backward pass has begun and its reduction has not ended."""
-        try:
-            self.reducer._check_reducer_finalized()
-        except RuntimeError as error:  # torch's text is a page long
+        if not self.has_finished:
             raise PlanError(
                 "the plan cannot be changed before the backward pass has ended, and it has not: some parameters got no "
                 "gradient (find_unused_parameters=True allows that)"
-            ) from error
+            )
 
     def reducible(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return the parameters that the Reducer sends gradients of, and which of these gradients are sparse."""
-        parameters, sparse = super()._build_params_for_reducer()
-        return parameters, sparse
+        """Return the parameters that the Reducer sends gradients of, and which of these gradients are sparse.
+
+        Those that required gradients at construction: what is frozen or thawed later changes nothing, as with torch.
+        """
+        return self._reducible
 
     def held_buckets(self) -> Buckets:
         """Return the buckets that the Reducer says it holds; torch cannot say it of sparse gradients."""
@@ -393,10 +440,8 @@ class PlannableParallel(DistributedDataParallel):
         self.logger = None  # it keeps the old Reducer
         del self.reducer
         parameters, sparse = self.reducible()
-        self._ddp_init_helper(
-            parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph
-        )
-        self._has_rebuilt_buckets = False
+        with _thawed(parameters):
+            self._ddp_init_helper(parameters, sparse, self._debug_names, self.static_graph)
         self._restore()
 
     def _restore(self) -> None:
@@ -424,11 +469,17 @@ class PlannableParallel(DistributedDataParallel):
             self.require_manual_backward_finalization = True  # type: ignore[misc]
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        parameters, sparse = self.reducible()
+        parameters, sparse = self._reducible = super()._build_params_for_reducer()
         self.before_reducer(parameters, sparse)
         return parameters, sparse
 
+    def _build_debug_param_to_name_mapping(self, parameters: list[nn.Parameter]) -> dict[int, str]:
+        # Kept: torch refuses to make it again once a parameter has been thawed.
+        self._debug_names = super()._build_debug_param_to_name_mapping(parameters)
+        return self._debug_names
+
     def _ddp_init_helper(self, parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
+        self._has_rebuilt_buckets = False  # a copy would take it over from another Reducer
         buckets = self.wanted_buckets(parameters)
         if buckets is None:
             super()._ddp_init_helper(parameters, *args, **kwargs)

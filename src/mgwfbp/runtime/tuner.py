@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgwfbp.cost import PiecewiseCost
-from mgwfbp.errors import MgwfbpError
+from mgwfbp.errors import MeasureError, MgwfbpError
 from mgwfbp.measure.agreement import agree_on_trace, first_line, gather
 from mgwfbp.measure.allreduce import measure_allreduce
 from mgwfbp.plan import MergePlan
@@ -107,7 +107,8 @@ class Tuner:
         self._default: MergePlan | None = None
         self.tuning = Tuning("working", "warming up")
         moments = moments_of(model.device)
-        self._watch = StepWatch(model, [parameter for _, parameter in named], moments, self._step_has_ended)
+        parameters = [parameter for _, parameter in named]
+        self._watch = StepWatch(model, parameters, moments, self._step_has_ended, self._is_blind)
         self._work = self._tune()
         next(self._work)  # to where it waits for the first step
 
@@ -136,9 +137,17 @@ class Tuner:
         finally:
             self._spent(time.perf_counter() - started_s)
         if ended:
-            if dist.get_rank(self._group) == 0:
-                _log.info("%s", self.tuning)
-            self._on_end(self.tuning)
+            self._has_ended()
+
+    def _is_blind(self) -> None:
+        unseen = "no backward pass from what the model returns (tensors in tuples, lists, dicts) reaches its parameters"
+        self.stop(self._model.unfit_for_tuning or unseen)
+        self._has_ended()
+
+    def _has_ended(self) -> None:
+        if dist.get_rank(self._group) == 0:
+            _log.info("%s", self.tuning)
+        self._on_end(self.tuning)
 
     def _spent(self, seconds: float) -> None:
         self.tuning = replace(self.tuning, spent_s=self.tuning.spent_s + seconds)
@@ -217,7 +226,8 @@ class Tuner:
         try:
             result = work()
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = first_line(error)
+            kind = "" if isinstance(error, MgwfbpError) else f"{type(error).__name__}: "  # ours say all in the message
+            problem = f"{kind}{first_line(error)}"
         said = [json.loads(text) for text in gather(json.dumps([problem, result]), self._group)]
         for other_problem, _ in said:
             if other_problem:
@@ -241,7 +251,10 @@ class Tuner:
         largest = max(4096, sum(self._gradients.sizes))
         # Where one rank has no room for it, nobody sweeps.
         self._tell(lambda: torch.empty(largest + 8, dtype=torch.uint8, device=self._model.device).nbytes)
-        return measure_allreduce(self._group, self._model.device, max_bytes=largest, budget_s=SWEEP_BUDGET_S)
+        try:
+            return measure_allreduce(self._group, self._model.device, max_bytes=largest, budget_s=SWEEP_BUDGET_S)
+        except MeasureError as error:  # on all ranks alike; where one has died training cannot go on either
+            raise _GiveUpError(str(error)) from error
 
     def _observe(self, plan: MergePlan, turns: int) -> Generator[None, None, _Observed]:
         """Watch the steps of the plan in force, in turns: nothing but their length, their gradients, their messages."""

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mgwfbp.runtime.moments import Moment, Moments
-from mgwfbp.runtime.torch_private import PlannableParallel, drop_empty_hooks, find_tensors, when_backward_has_ended
+from mgwfbp.runtime.torch_private import (
+    PlannableParallel,
+    accumulates_into,
+    drop_empty_hooks,
+    find_tensors,
+    when_backward_has_ended,
+)
 
 __all__ = ["SeenMessage", "SeenStep", "StepWatch"]
 
@@ -64,7 +70,11 @@ class StepWatch:
 
     Such a step begins with a forward pass whose gradients are to be averaged and ends when they are; then
     ``on_step`` is called, inside ``backward()``, on every rank after the same step. Forward passes without a backward
-    pass, ``no_sync`` and steps under ``join`` leave no trace. After `stop` nothing is left on the model.
+    pass, ``no_sync``, steps under ``join`` and ``autograd.grad`` leave no trace. After `stop` nothing is left on the
+    model.
+
+    A backward pass is seen where it meets the tensors that the model returned. Where steps are trained and none was
+    seen, ``on_blind`` is called, on every rank before the same forward pass.
 
     ``watches_gradients`` says whether the next step notes when each gradient is ready; `listen` whether messages are
     noted.
@@ -76,10 +86,14 @@ class StepWatch:
         parameters: Sequence[nn.Parameter],
         moments: Moments,
         on_step: Callable[[], object],
+        on_blind: Callable[[], object] = lambda: None,
     ) -> None:
-        self._model, self._parameters, self._moments, self._on_step = model, parameters, moments, on_step
+        self._model, self._parameters, self._moments = model, parameters, moments
+        self._on_step, self._on_blind = on_step, on_blind
         self._began: _Open | None = None  # the last forward pass
         self._in_backward: _Open | None = None
+        self._is_due = False  # whether the Reducer will average the gradients of the next backward pass
+        self._is_blind = not model.has_trained  # until a step is seen
         self._steps: list[_Open] = []
         self._listens = False
         self._gradient_handles: list[RemovableHandle] = []
@@ -102,6 +116,7 @@ class StepWatch:
             self._gradient_handles = [
                 parameter.register_hook(partial(self._gradient_is_ready, place))
                 for place, parameter in enumerate(self._parameters)
+                if parameter.requires_grad
             ]
             return
         for handle in self._gradient_handles:
@@ -155,8 +170,14 @@ class StepWatch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, *_: object) -> None:
-        self._in_backward = None  # of a backward pass that failed
-        self._began = _Open(self._moments.now()) if self._model.synchronises else None
+        self._in_backward = self._began = None  # of a backward pass that failed
+        if not self._model.synchronises:
+            return
+        if self._is_blind and self._model.has_trained:
+            self._on_blind()
+            return
+        self._began = _Open(self._moments.now())
+        self._is_due = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, _model: object, _arguments: object, output: object) -> None:
@@ -165,11 +186,13 @@ class StepWatch:
             return
         step.forward_end = self._moments.now()
         for tensor in find_tensors(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a parameter that is returned would keep the hook for ever
                 tensor.register_hook(partial(self._backward_has_begun, step))
 
     def _backward_has_begun(self, step: _Open, _gradient: Tensor) -> None:
-        if self._in_backward is None and self._handles:
+        if not self._handles or self._in_backward is not None or not self._is_due:
+            return
+        if accumulates_into(self._parameters):
             # Of several forward passes with one backward pass the one whose output was used last begins the step.
             self._in_backward = step
             when_backward_has_ended(self._backward_has_ended)
@@ -191,8 +214,10 @@ class StepWatch:
         return lambda future: self._moments.when_arrived(future, note)
 
     def _backward_has_ended(self) -> None:
-        step, self._in_backward, self._began = self._in_backward, None, None
-        if step is not None:
-            step.end = self._moments.now()
-            self._steps.append(step)
-            self._on_step()
+        step, self._in_backward = self._in_backward, None
+        if step is None or not self._model.has_finished:  # another backward pass brings the other gradients
+            return
+        self._began, self._is_due, self._is_blind = None, False, False
+        step.end = self._moments.now()
+        self._steps.append(step)
+        self._on_step()

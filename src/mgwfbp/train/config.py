@@ -9,7 +9,7 @@ from mgwfbp.record import check_count, check_real, check_text
 from mgwfbp.run import TrainingRun
 from mgwfbp.units import quote
 
-__all__ = ["Autocast", "OnCorrupt", "Schedule", "TrainConfig", "differences", "split_batch"]
+__all__ = ["Autocast", "OnCorrupt", "Schedule", "TrainConfig", "differences", "same_plan", "split_batch"]
 
 Schedule = Literal["cosine", "step"]
 Autocast = Literal["bf16", "fp16"]
@@ -17,6 +17,8 @@ OnCorrupt = Literal["refuse", "skip"]
 
 # A checkpoint fits only a run with the same of these: they say what a position in the data means.
 _FIXED = ("model", "data", "batch_size", "workers", "seed", "image_size", "num_samples", "num_classes")
+# What a plan is made from; with other ones of these a new one is made.
+_PLANNED_WITH = ("strategy", "trace", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,3 +151,12 @@ def differences(before: Mapping[str, Any], now: TrainConfig) -> list[str]:
                 "give the same again, or another folder"
             )
     return [f"{name} was {was}, is {value}" for name, was, value in changed]
+
+
+def same_plan(before: Mapping[str, Any], now: TrainConfig) -> bool:
+    """Say whether a run that goes on is still asked for the plan it had.
+
+    >>> same_plan(TrainConfig(strategy="wfbp").to_json(), TrainConfig(strategy="optimal"))
+    False
+    """
+    return all(before.get(name) == getattr(now, name) for name in _PLANNED_WITH)

@@ -112,4 +112,6 @@ def _folder(root: Path, size: int, seed: int) -> Data:
     if train.classes != valid.classes:
         odd = sorted(set(train.classes) ^ set(valid.classes))
         raise TrainError(f"{root}: train and val have different classes: {quote(odd[0])} is in one of them only")
+    if len(train.classes) < 2:
+        raise TrainError(f"{root}: one class alone, {quote(train.classes[0])}: nothing to learn; expected 2 or more")
     return Data(train, valid, len(train.classes), 3)

@@ -1,5 +1,6 @@
 """Local workers under torch's elastic agent: when one dies, all start again from the last checkpoint."""
 
+import atexit
 import logging
 import tempfile
 import uuid
@@ -46,6 +47,9 @@ def launch(command: Sequence[str], *, workers: int, max_restarts: int, shutdown_
         try:
             elastic_launch(config, command[0])(*command[1:])
         except SignalException as error:
+            # Kept to the end: the frames of the error hold the rendezvous, which torch leaves open after a signal, and
+            # whose timer complains with a traceback when its own thread is the last to let go of it.
+            atexit.register(id, error)
             return error.sigval.name
         except ChildFailedError as error:
             raise TrainError(_describe(error, max_restarts)) from error

@@ -99,6 +99,7 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.autocast == "fp16")
         self._steps_per_epoch = len(feed.sampler)
         self._position = Position()
+        self._last_epoch: LoggedEpoch | None = None
         # Since the last line of the log: this rank's losses, those of all, steps, and the clock.
         self._losses = torch.zeros((), dtype=torch.float64, device=self._device)
         self._line_loss, self._line_steps, self._line_begin_s = 0.0, 0, perf_counter()
@@ -107,6 +108,11 @@ class Trainer:
     def position(self) -> Position:
         """How far the run is."""
         return self._position
+
+    @property
+    def last_epoch(self) -> LoggedEpoch | None:
+        """The last epoch that was done; None before there is one in this start of the run."""
+        return self._last_epoch
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; the model's weights were set before it was wrapped."""
@@ -229,6 +235,7 @@ class Trainer:
             top5=accuracy.top5,
             seconds=perf_counter() - began_s,
         )
+        self._last_epoch = line
         self._outlet.writer.log_epoch(line)
         self._outlet.listener.epoch(line, self._config.epochs)
         position.epoch, position.batch, position.loss_sum = position.epoch + 1, 0, 0.0

@@ -64,7 +64,7 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
         plan_for(model, config.strategy)  # bucket-N, or an error that lists what there is
     if config.trace is not None:
         layers = {layer.name for layer in load_trace(config.trace).layers}
-        if config.strategy in _PLANNED and layers != set(names):
+        if layers != set(names):
             odd = sorted(layers ^ set(names))[0]
             raise TrainError(
                 f"the trace {quote(config.trace)} is of another model: {quote(odd)} is in one of them only"

@@ -25,10 +25,12 @@ class CommunicationWatch:
         writer: SilentWriter,
         *,
         predict_with: tuple[ModelTrace | None, Cost] | None,
+        was_tuned: bool = False,
     ) -> None:
         self._ddp = ddp
         self._writer = writer
         self._predict_with = predict_with
+        self._was_tuned = was_tuned
         self._exposed_s: float | None = None
         self._first_step: int | None = None
         self._num_seen = 0
@@ -43,8 +45,8 @@ class CommunicationWatch:
 
     @property
     def is_tuned(self) -> bool:
-        """Say whether the tuner has found its plan."""
-        return self._ddp.tuning.state == "settled"
+        """Say whether the tuner has found its plan, in this start of the run or in one before."""
+        return self._was_tuned or self._ddp.tuning.state == "settled"
 
     def before_step(self, step: int) -> None:
         """Begin to observe, if it is time; ``step`` steps are done."""

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -16,7 +17,8 @@ from mgwfbp.measure.agreement import first_line, gather, together
 from mgwfbp.run import RunResults, TrainingRun
 from mgwfbp.train.batches import Batches
 from mgwfbp.train.checkpoints import Checkpoint, CheckpointFolder
-from mgwfbp.train.config import TrainConfig, differences
+from mgwfbp.train.claim import FolderClaim, Job
+from mgwfbp.train.config import TrainConfig, differences, same_plan
 from mgwfbp.train.data import Data, open_data
 from mgwfbp.train.listener import Listener
 from mgwfbp.train.loop import Feed, Outlet, Trainer
@@ -29,7 +31,7 @@ from mgwfbp.train.votes import StopVote
 from mgwfbp.train.watching import CommunicationWatch
 from mgwfbp.train.writer import RunWriter, SilentWriter, describe_environment
 
-__all__ = ["INTERRUPTED", "check_folder", "check_startable", "run_worker"]
+__all__ = ["INTERRUPTED", "check_folder", "check_machine", "check_startable", "run_worker"]
 
 # Written when a run was told to stop and was saved, removed when it goes on.
 INTERRUPTED = "interrupted.json"
@@ -49,12 +51,19 @@ def check_folder(folder: Path, *, resume: bool) -> None:
 
 def check_startable(config: TrainConfig) -> None:
     """Raise where a run cannot begin, before any process is started for it: data, model, strategy, device."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise TrainError("no CUDA device here; use --device cpu")
+    check_machine(config)
     if config.device == "cuda" and config.workers > torch.cuda.device_count():
         raise TrainError(f"{config.workers} workers need as many GPUs, here are {torch.cuda.device_count()}")
     data = open_data(config)
     check_strategy(config, num_classes=data.num_classes, channels=data.channels)
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Raise where a worker lacks something that it will need on this machine."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise TrainError("no CUDA device here; use --device cpu")
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise TrainError("TensorBoard is not installed: pip install 'mgwfbp[train]', or use --no-tensorboard")
 
 
 def run_worker(
@@ -65,11 +74,12 @@ def run_worker(
     resume: bool,
     is_asked_to_stop: Callable[[], bool],
     listener: Listener,
+    job: Job | None = None,
 ) -> bool:
     """Train as one rank of the process group that is there; return True at the end, False after being told to stop.
 
     Rank 0 alone reads and writes the run's folder: on many machines it need not be shared. ``resume`` goes on from
-    the last whole checkpoint, if there is one.
+    the last whole checkpoint, if there is one; so does a restart of the ``job`` that began the run.
     """
     rank = dist.get_rank()
     # The group that is there waited for slow starters; from now on a worker that is silent for so long hangs.
@@ -79,17 +89,29 @@ def run_worker(
     assert isinstance(gradients, dist.ProcessGroup)  # noqa: S101
     data = together(lambda: open_data(config), group)
     store = CheckpointFolder(folder / "checkpoints", keep=config.keep)
-    checkpoint = _from_rank_0(lambda: _find_checkpoint(config, folder, store, listener, resume=resume), group)
+    claim = FolderClaim(folder)
+
+    def find_checkpoint() -> Checkpoint | None:
+        signed = claim.take()
+        goes_on = resume or (job is not None and job.is_restarted and job.name == signed)
+        found = _find_checkpoint(config, folder, store, listener, resume=goes_on)
+        claim.sign(job.name if job else "")
+        return found
+
+    checkpoint = _from_rank_0(find_checkpoint, group)
     module = together(lambda: _make_module(config, data, checkpoint), group).to(device)
-    if checkpoint is None and needs_measuring(config):
+    # The plan of before belongs to the strategy of before.
+    keeps_plan = checkpoint is not None and same_plan(checkpoint.config, config)
+    is_tuned = checkpoint is not None and keeps_plan and checkpoint.is_tuned
+    if not keeps_plan and needs_measuring(config):
         listener.say("measuring the backward pass and the network")
     wrapped = wrap(
         module,
         config,
         lambda: _first_batch(data, config, rank, device),
         group=gradients,
-        plan_before=checkpoint.plan if checkpoint else None,
-        is_tuned=checkpoint.is_tuned if checkpoint else False,
+        plan_before=checkpoint.plan if checkpoint and keeps_plan else None,
+        is_tuned=is_tuned,
     )
     hosts = gather(platform.node(), group)
     outlet = Outlet(SilentWriter(), Listener(), None)
@@ -109,6 +131,7 @@ def run_worker(
         wrapped.ddp,
         outlet.writer,
         predict_with=(wrapped.trace, wrapped.cost) if wrapped.cost is not None else None,
+        was_tuned=is_tuned,
     )
     trainer = Trainer(
         config, wrapped.ddp, feed, outlet, vote=StopVote(is_asked_to_stop, group), watch=watch, group=group
@@ -125,6 +148,7 @@ def run_worker(
     if rank == 0:
         _conclude(config, folder, wrapped, trainer, outlet.writer, num_skipped, has_finished=has_finished)
     outlet.writer.close()
+    claim.release()
     return has_finished
 
 
@@ -205,7 +229,9 @@ def _conclude(
         writer.save(INTERRUPTED, {"step": position.step, "epoch": position.epoch})
         return
     run = TrainingRun.load(folder)
-    last = run.epochs[-1]
+    last = trainer.last_epoch or (run.epochs[-1] if run.epochs else None)
+    if last is None:
+        raise TrainError(f"{folder}: nothing was left to train, and epochs.jsonl, which says what came of it, is empty")
     results = RunResults(
         model=config.model,
         strategy=config.strategy,

@@ -102,10 +102,18 @@ class RunWriter(SilentWriter):
 
     def _append(self, name: str, text: str) -> None:
         try:
-            with (self._folder / name).open("a", encoding="utf-8") as file:
-                file.write(text)
+            with (self._folder / name).open("ab", buffering=0) as file:
+                begin = file.tell()
+                try:
+                    if file.write(text.encode()) == len(text.encode()):
+                        return
+                    problem = "no space left"
+                except OSError as error:
+                    problem = error.strerror or str(error)
+                file.truncate(begin)  # half a line would spoil the next
         except OSError as error:
-            self._complain(error)
+            problem = error.strerror or str(error)
+        self._complain(FileError(f"{self._folder / name}: {problem}"))
 
     def _plot(self, values: Mapping[str, float | None], step: int) -> None:
         if self._board is None:
