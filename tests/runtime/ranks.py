@@ -1,15 +1,11 @@
-"""What one rank does in the tests of several: ``python -m tests.runtime.ranks SCENARIO FOLDER``."""
+"""What one rank does in the tests of several: ``python -m tests.runtime.ranks FOLDER SCENARIO``."""
 
 import copy
-import gc
 import io
-import json
-import os
 import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
+from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, Strided, make_plan
 from tests.runtime.modes import MODES, available, compare
 
 
-def modes(_: Path) -> dict[str, Any]:
-    on_cpu = dist.get_backend() == "gloo"  # which does both, nccl only GPUs
-    return {name: compare(mode) for name, mode in MODES.items() if (on_cpu or mode.gpu) and available(mode)}
+def modes() -> dict[str, Any]:
+    return {name: compare(mode) for name, mode in MODES.items() if available(mode)}
 
 
 def problem(work: Callable[[], object]) -> list[str]:
@@ -42,7 +38,8 @@ def problem(work: Callable[[], object]) -> list[str]:
     return told
 
 
-def wrong_plans(folder: Path) -> dict[str, Any]:
+def wrong_plans() -> dict[str, Any]:
+    folder = Path(sys.argv[1])
     rank = dist.get_rank()
     plan, other = make_plan(Mlp(), 3), make_plan(Mlp(), 4)
     if rank == 0:
@@ -86,7 +83,7 @@ def _replan_unfinished(plan: MergePlan) -> None:
     ddp.replan(make_plan(ddp.module, 3))
 
 
-def manners(_: Path) -> dict[str, Any]:
+def manners() -> dict[str, Any]:
     """Copies, files, warnings and, last, a torch that lacks something."""
     stride_warnings = strides()  # first: torch warns of this once per process
     plan = make_plan(Mlp(), 3)
@@ -169,24 +166,5 @@ def strides() -> dict[str, Any]:
 
 SCENARIOS = {"modes": modes, "wrong_plans": wrong_plans, "manners": manners}
 
-
-def main() -> None:
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        os.environ.get("TEST_BACKEND", "gloo"),
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=20),
-    )
-    result = SCENARIOS[scenario](folder)
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
-    # Reducers that wait for the garbage collector would outlive the group, whose threads must not outlive the process.
-    gc.collect()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    be_rank(SCENARIOS)

@@ -1,51 +1,28 @@
 """Our DistributedDataParallel beside torch's, on real processes."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runtime.launch import run_ranks
 
-def run_ranks(scenario: str, folder: Path, world: int) -> list[Any]:
+
+def run(scenario: str, folder: Path, world: int) -> list[Any]:
     """Run a scenario of tests/runtime/ranks.py and return what each rank wrote."""
-    logs = [folder / f"rank{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "tests.runtime.ranks", scenario, str(folder)],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
-        processes.append(process)
-    try:
-        for process in processes:
-            process.wait(timeout=100)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    # What a rank wrote counts, not its exit status: torch's threads were seen to abort a process at its very end.
-    results = [folder / f"rank{rank}.json" for rank in range(world)]
-    assert all(result.exists() for result in results), "\n".join(log.read_text()[-3000:] for log in logs)
-    return [json.loads(result.read_text()) for result in results]
+    return [found[scenario] for found in run_ranks("tests.runtime.ranks", [scenario], folder, world)]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """All modes at 2 ranks."""
-    return run_ranks("modes", tmp_path_factory.mktemp("two"), 2)
+    return run("modes", tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """All modes at 4 ranks."""
-    return run_ranks("modes", tmp_path_factory.mktemp("four"), 4)
+    return run("modes", tmp_path_factory.mktemp("four"), 4)
 
 
 def test_at_2_ranks_gradients_and_parameters_are_bitwise_those_of_torch(two_ranks: list[Any]) -> None:
@@ -71,7 +48,7 @@ def test_every_message_of_every_step_is_the_plans_from_the_first_on(world: int, 
 @pytest.fixture(scope="module")
 def wrong_plans(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 4 ranks were told about plans that cannot be run; each stayed in step with the others afterwards."""
-    return run_ranks("wrong_plans", tmp_path_factory.mktemp("wrong"), 4)
+    return run("wrong_plans", tmp_path_factory.mktemp("wrong"), 4)
 
 
 @pytest.mark.parametrize("scenario", ["different", "replan different"])
@@ -149,7 +126,7 @@ def test_nothing_has_changed_when_a_wrong_plan_is_refused(wrong_plans: list[Any]
 @pytest.fixture(scope="module")
 def manners(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw of copies, warnings and a torch that lacks something."""
-    return run_ranks("manners", tmp_path_factory.mktemp("manners"), 2)
+    return run("manners", tmp_path_factory.mktemp("manners"), 2)
 
 
 def test_names_copies_files_and_compiled_models_are_those_of_torch_and_keep_the_plan(manners: list[Any]) -> None:

@@ -111,7 +111,8 @@ def _show(runs: Sequence[TrainingRun]) -> None:
     tuning = tuned.tuning or {}
     if tuning.get("state") == "settled":
         before, after = (format_seconds(tuning[name]) for name in ("before_s", "after_s"))
-        typer.echo(f"the tuner, in turns within one run: DDP's own buckets {before} a step, chosen {after}")
+        typer.echo("These runs came one after the other, so what else the machine did meanwhile is in their speeds.")
+        typer.echo(f"In turns within one run, by the tuner: DDP's buckets {before} a step, the chosen plan {after}.")
     elif tuning.get("reason"):  # it gave up
         typer.echo(f"the tuner kept DDP's own buckets: {tuning['reason']}")
     else:
