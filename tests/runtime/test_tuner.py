@@ -37,8 +37,9 @@ def test_while_it_tunes_losses_of_30_steps_are_those_of_stock_ddp(tmp_path: Path
         for name in ("resnet18", "transformer"):
             assert found[name]["ours"] == found[name]["stock"]
             assert len(set(found[name]["ours"])) == 30
-            assert found[name]["tuning"].startswith("Tuning(working, step 30: ")
-            assert found[name]["plan"] != "None"  # some plan is in force by then
+            # By then a plan is in force, be it one that is tried or, where there is but one, the last.
+            assert found[name]["tuning"].startswith(("Tuning(working, step 30: ", "Tuning(settled after "))
+            assert found[name]["plan"] != "None"
 
 
 def test_tuning_ends_on_all_ranks_with_the_same_plan_and_changes_nothing_that_is_computed(whole: list[Any]) -> None:
