@@ -9,7 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, load_network, load_trace
 from mgwfbp.report import Inputs, build_page
-from tests.report.browser import Tab, find_browser, open_tab
+from tests.report.browser import Tab, open_browser, open_tab
 
 _NAMES = [f"blocks.{place}.attention.output.dense.weight" for place in range(5000)]
 LARGE = ModelTrace("large", 0.02, tuple(LayerTrace(name, 1e-5, 4000) for name in _NAMES))
@@ -24,13 +24,8 @@ def inputs_of(name: str) -> Inputs:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = find_browser()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with open_browser() as found:
         yield found
-        found.close()
 
 
 @pytest.mark.parametrize("name", ["densenet201-h200-b32", "5000 messages"])

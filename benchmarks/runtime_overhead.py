@@ -11,15 +11,18 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, MergePlan
-from mgwfbp.measure.workload import build_workload, run_to_loss
+from mgwfbp.measure.workload import Workload, build_workload, run_to_loss
 from mgwfbp.runtime.gloo import init_process_group
 
 
@@ -52,13 +55,7 @@ def main() -> None:
         )
         model = wrap(workload.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-        def step(model=model, optimizer=optimizer, workload=workload) -> None:  # type: ignore[no-untyped-def]
-            optimizer.zero_grad()
-            run_to_loss(model, workload.batch, workload.loss_fn).backward()
-            optimizer.step()
-
-        steppers[name] = (model, step)
+        steppers[name] = (model, partial(train_step, model, optimizer, workload))
     stock, ours = steppers["stock"][0], steppers["ours"][0]
     while ours.tuning.state == "working":
         steppers["ours"][1]()
@@ -103,7 +100,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def timed(step, count: int, device: torch.device) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload) -> None:
+    optimizer.zero_grad()
+    run_to_loss(model, workload.batch, workload.loss_fn).backward()
+    optimizer.step()
+
+
+def timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a step on the slowest rank, and those that processors spent on it, of all ranks."""
     step()
     wait(device)

@@ -22,6 +22,18 @@ def find_browser() -> str:
     pytest.skip(f"no browser here: none of {', '.join(NAMES)} is installed")
 
 
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """Start a browser, or skip the test."""
+    path = find_browser()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 @dataclass
 class Tab:
     """An open page, what it asked of a network and what it complained about."""

@@ -26,7 +26,7 @@ from mgwfbp import (
 from mgwfbp.network import ALGORITHMS
 from mgwfbp.report import Inputs, build_page, load_inputs
 from mgwfbp.units import format_bytes, format_seconds
-from tests.report.browser import Tab, find_browser, open_tab
+from tests.report.browser import Tab, open_browser, open_tab
 from tests.report.records import TRACE, write_all
 
 COST = LinearCost(4, 1e-3, 2e-9)
@@ -34,13 +34,8 @@ COST = LinearCost(4, 1e-3, 2e-9)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = find_browser()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with open_browser() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ TIMEOUT_S = 60.0
 
 @functools.cache
 def context() -> Any:
+    os.environ["OMP_NUM_THREADS"] = "1"  # as the command's workers have it, however the tests are run
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.train.ranks", "sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "torchvision"]

@@ -12,7 +12,7 @@ from mgwfbp.errors import MeasureError, MgwfbpError
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["agree_on_cost", "agree_on_trace", "first_line", "gather", "together"]
+__all__ = ["agree_on_cost", "agree_on_trace", "first_line", "gather", "problem_of", "together"]
 
 T = TypeVar("T")
 AnyCost = TypeVar("AnyCost", LinearCost, PiecewiseCost)
@@ -33,6 +33,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
+def problem_of(error: BaseException) -> str:
+    """Return what other ranks are told of an error: its first line, and its type unless it is ours, which says all."""
+    return f"{'' if isinstance(error, MgwfbpError) else f'{type(error).__name__}: '}{first_line(error)}"
+
+
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do local work on every rank; where it fails on one, fail on all, so that nobody waits for the one that failed.
 
@@ -42,8 +47,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     try:
         result = work()
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        kind = "" if isinstance(error, MgwfbpError) else f"{type(error).__name__}: "  # ours say all in the message
-        problem, caught = f"{kind}{first_line(error)}", error
+        problem, caught = problem_of(error), error
     for rank, said in enumerate(gather(problem, group)):
         if said:
             raise MeasureError(f"rank {rank} failed: {said}") from caught

@@ -15,7 +15,16 @@ from torch.utils import _pytree as pytree
 from mgwfbp.errors import MeasureError
 from mgwfbp.units import quote
 
-__all__ = ["Workload", "build_workload", "default_loss", "run_model", "run_to_loss", "trainable"]
+__all__ = [
+    "Workload",
+    "build_workload",
+    "default_loss",
+    "load_function",
+    "run_model",
+    "run_to_loss",
+    "torchvision_models",
+    "trainable",
+]
 
 LossFn = Callable[[Any], Tensor]
 
@@ -91,7 +100,8 @@ def build_workload(
     return _torchvision(model, batch_size, image_size, place)
 
 
-def _torchvision(name: str, batch_size: int, image_size: int | None, device: torch.device) -> Workload:
+def torchvision_models(name: str, *, otherwise: str) -> Any:
+    """Return ``torchvision.models`` if it has this model; ``otherwise`` says what else there is."""
     try:
         from torchvision import models
     except ImportError as error:
@@ -99,10 +109,24 @@ def _torchvision(name: str, batch_size: int, image_size: int | None, device: tor
     known = models.list_models(module=models)
     if name not in known:
         near = ", ".join(difflib.get_close_matches(name, known, 4)) or "see torchvision.models.list_models()"
+        raise MeasureError(f"torchvision has no classification model {quote(name)} (near: {near}); {otherwise}")
+    return models
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import ``package.module:function``."""
+    module_name, _, function_name = name.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
         raise MeasureError(
-            f"torchvision has no classification model {quote(name)} (near: {near}); "
-            "language models are hf:TYPE, your own package.module:function"
-        )
+            f"factory {quote(name)}: {error}; expected package.module:function, importable from here"
+        ) from error
+    return function
+
+
+def _torchvision(name: str, batch_size: int, image_size: int | None, device: torch.device) -> Workload:
+    models = torchvision_models(name, otherwise="language models are hf:TYPE, your own package.module:function")
     # With its auxiliary heads, as GoogLeNet and Inception are trained; without spending time on initial weights.
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
     with device:
@@ -158,13 +182,7 @@ def _hugging_face(name: str, batch_size: int, sequence_length: int, device: torc
 
 
 def _factory(name: str, batch_size: int, device: torch.device) -> Workload:
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise MeasureError(
-            f"factory {quote(name)}: {error}; expected package.module:function, importable from here"
-        ) from error
+    function = load_function(name)
     takes_batch_size = "batch_size" in inspect.signature(function).parameters
     with device:
         made = function(batch_size=batch_size) if takes_batch_size else function()
@@ -175,7 +193,7 @@ def _factory(name: str, batch_size: int, device: torch.device) -> Workload:
         )
     model, batch, *loss_fn = made
     moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-    return Workload(function_name, model.to(device), moved, batch_size, *loss_fn)
+    return Workload(name.partition(":")[2], model.to(device), moved, batch_size, *loss_fn)
 
 
 def trainable(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:

@@ -61,10 +61,12 @@ class DistributedDataParallel(TunableParallel):
         self._plan: MergePlan | None = None
         self._watch: StrideWatch | None = None
         self._tuner: Tuner | None = None
+        self._tuning: Tuning | None
         self._requested = _unless_missing(plan)
         self._clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
         # A plan that this torch cannot hold was still meant to be the last word.
-        self._tuning = Tuning("off", "a plan was given" if plan is not None else "tune=False" if not tune else "")
+        reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
+        self._tuning = Tuning("off", reason) if reason else None  # None: to be tuned
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
         self._compares = self._requested is not None or given.get("init_sync", True)
         super().__init__(module, *args, **kwargs)
@@ -81,7 +83,10 @@ class DistributedDataParallel(TunableParallel):
     @property
     def tuning(self) -> Tuning:
         """What the tuner is doing or has found; printable."""
-        return self._tuning if self._tuner is None else self._tuner.tuning
+        if self._tuner is not None:
+            return self._tuner.tuning
+        assert self._tuning is not None  # noqa: S101 - once a model is made, it tunes or there is a reason
+        return self._tuning
 
     @contextmanager
     def observe(
@@ -143,8 +148,8 @@ class DistributedDataParallel(TunableParallel):
         )
         groups = tuple(tuple(names[place] for place in bucket) for bucket in self.held_buckets())
         plan = self._plan or MergePlan(gradients.model, "ddp", groups)
-        if predict_with is None and self._tuning.trace is not None and self._tuning.cost is not None:
-            predict_with = (self._tuning.trace, self._tuning.cost)
+        if predict_with is None and self.tuning.cost is not None:
+            predict_with = (self.tuning.trace, self.tuning.cost)
         seen.fill(steps, gradients, plan, dist.get_world_size(self.process_group), predict_with)
 
     def install(self, plan: MergePlan) -> None:
@@ -201,7 +206,7 @@ class DistributedDataParallel(TunableParallel):
             return self._prepare(requested, parameters, sparse)
 
         with self.on_device():
-            self._plan = agree_on_plan(prepare, self.process_group, tunes=not self._tuning.reason)
+            self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning is None)
 
     def wanted_buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[int]] | None:
         """Return the plan as indices into the Reducer's parameters."""
@@ -216,7 +221,7 @@ class DistributedDataParallel(TunableParallel):
         for hooks in ("_forward_pre_hooks", "_forward_hooks"):
             state[hooks] = OrderedDict((key, hook) for key, hook in state[hooks].items() if not _is_ours(hook))
         if self._tuner is not None:
-            state["_plan"], state["_tuning"] = None, Tuning("off", "")
+            state["_plan"] = state["_tuning"] = None
         return {**state, "_watch": None, "_tuner": None, "_listener": None, "_connected": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -225,7 +230,7 @@ class DistributedDataParallel(TunableParallel):
 
     def _finish(self) -> None:
         """Do what follows every construction, be it from the constructor, a pickle or a copy."""
-        if not self._tuning.reason:
+        if self._tuning is None:
             self._start_tuner()
         if self.cannot_hold:
             return
@@ -244,8 +249,9 @@ class DistributedDataParallel(TunableParallel):
         elif not reason and (absent := missing()):
             reason = f"torch {torch.__version__} lacks {', '.join(absent)}"
             warnings.warn(f"nothing is tuned and DDP's own buckets are used: {reason}", RuntimeWarning, stacklevel=4)
-        self._tuning = Tuning("off", reason)
-        if not reason:
+        if reason:
+            self._tuning = Tuning("off", reason)
+        else:
             named = list(zip(self._names(parameters), parameters, strict=True))
             self._tuner = Tuner(self, named, kinds_of(named, sparse), self._tuner_has_ended)
 

@@ -6,7 +6,6 @@ from itertools import accumulate
 from statistics import fmean, median
 
 from mgwfbp.cost import PiecewiseCost
-from mgwfbp.fitting import fit
 
 __all__ = ["agreed_time_s", "cost_under_load"]
 
@@ -56,9 +55,7 @@ def cost_under_load(swept: PiecewiseCost, seen: Mapping[int, Sequence[float]]) -
     grid = sorted({*(size for size, _ in swept.points), *doublings, *(size for size, _, _ in samples)})
     times = accumulate((swept(size) * _ratio(max(1, size), samples) for size in grid), max)
     source = {**swept.source, "under_load": [[size, median(seen[size])] for size, _, _ in sorted(samples)]}
-    points = list(zip(grid, times, strict=True))
-    cost = fit(points, swept.workers, kind="piecewise", source=source).cost
-    return cost if isinstance(cost, PiecewiseCost) else PiecewiseCost(swept.workers, tuple(points), source)
+    return PiecewiseCost(swept.workers, tuple(zip(grid, times, strict=True)), source)
 
 
 def _ratio(size: int, samples: Sequence[tuple[int, int, float]]) -> float:

@@ -31,7 +31,7 @@ from torch import nn
 
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MeasureError, MgwfbpError
-from mgwfbp.measure.agreement import agree_on_trace, first_line, gather
+from mgwfbp.measure.agreement import agree_on_trace, gather, problem_of
 from mgwfbp.measure.allreduce import measure_allreduce
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, plan_bucket
@@ -170,14 +170,14 @@ class Tuner:
         self._says("sweeping the network")
         swept = self._sweep()
         trace, messages_s = seen.trace, {size: list(times) for size, times in seen.messages_s.items()}
-        tried = {default.groups: Candidate("ddp", default, 0.0)}
+        tried = {default.groups: ("ddp", default)}
         cost = cost_under_load(swept, messages_s)
         for number in range(1, MAX_ROUNDS + 1):
             plan = self._planned(trace, cost, "optimal")
             if plan.groups in tried:
                 break
             self._says(f"observing plan {number}")
-            tried[plan.groups] = Candidate(f"optimal {number}", plan, 0.0)
+            tried[plan.groups] = (f"optimal {number}", plan)
             self._model.install(plan)
             seen = yield from self._observe(plan, OBSERVED_TURNS)
             trace = seen.trace
@@ -226,8 +226,7 @@ class Tuner:
         try:
             result = work()
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            kind = "" if isinstance(error, MgwfbpError) else f"{type(error).__name__}: "  # ours say all in the message
-            problem = f"{kind}{first_line(error)}"
+            problem = problem_of(error)
         said = [json.loads(text) for text in gather(json.dumps([problem, result]), self._group)]
         for other_problem, _ in said:
             if other_problem:
@@ -309,12 +308,14 @@ class Tuner:
         slowed = min(MOST_SLOWED, max(1.0, watched_s / plain_s))
         return _Observed(_faster(trace, slowed), messages_s, max(0.0, exposed_s))
 
-    def _candidates(self, tried: Mapping[Any, Candidate], trace: ModelTrace, cost: PiecewiseCost) -> list[Candidate]:
+    def _candidates(
+        self, tried: Mapping[Any, tuple[str, MergePlan]], trace: ModelTrace, cost: PiecewiseCost
+    ) -> list[Candidate]:
         """Return what shall be compared: each partition once, torch's own buckets first."""
         found = dict(tried)
 
         def add(name: str, plan: MergePlan) -> None:
-            found.setdefault(plan.groups, Candidate(name, plan, 0.0))
+            found.setdefault(plan.groups, (name, plan))
 
         add("optimal", self._planned(trace, cost, "optimal"))
         add("mgwfbp", self._planned(trace, cost, "mgwfbp"))
@@ -326,7 +327,7 @@ class Tuner:
                 buckets.append((predict(trace, cost, plan).iteration_s, mib, plan))
         for _, mib, plan in sorted(buckets, key=lambda item: item[:2])[:2]:
             add(f"bucket {mib} MiB", plan)
-        return [replace(one, predicted_s=predict(trace, cost, one.plan).iteration_s) for one in found.values()]
+        return [Candidate(name, plan, predict(trace, cost, plan).iteration_s) for name, plan in found.values()]
 
     def _race(
         self, candidates: Sequence[Candidate], turns: int, counted: int

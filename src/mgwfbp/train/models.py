@@ -1,14 +1,13 @@
 """Models by name, and the loss of what they return."""
 
-import difflib
-import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from mgwfbp.errors import TrainError
+from mgwfbp.errors import MeasureError, TrainError
+from mgwfbp.measure.workload import load_function, torchvision_models
 from mgwfbp.units import quote
 
 __all__ = ["SmallCnn", "build_model", "classification_loss", "scores", "usual_size"]
@@ -44,35 +43,21 @@ def build_model(name: str, *, num_classes: int, channels: int) -> nn.Module:
 
     A function of yours is called with ``num_classes`` and ``channels`` as far as it takes them.
     """
-    if ":" in name:
-        return _from_factory(name, num_classes, channels)
     if name == "cnn":
         return SmallCnn(num_classes, channels)
     try:
-        from torchvision import models
-    except ImportError as error:
-        raise TrainError(f"model {quote(name)} needs torchvision: pip install 'mgwfbp[train]'") from error
-    known = models.list_models(module=models)
-    if name not in known:
-        near = ", ".join(difflib.get_close_matches(name, known, 4)) or "see torchvision.models.list_models()"
-        raise TrainError(
-            f"torchvision has no classification model {quote(name)} (near: {near}); "
-            "'cnn' is a small one, your own is package.module:function"
-        )
+        if ":" in name:
+            function = load_function(name)
+            return _from_factory(name, function, {"num_classes": num_classes, "channels": channels})
+        models = torchvision_models(name, otherwise="'cnn' is a small one, your own is package.module:function")
+    except MeasureError as error:
+        raise TrainError(str(error)) from error
     options = {"aux_logits": True, "init_weights": True} if name in _WITH_HEADS else {}
     return models.get_model(name, weights=None, num_classes=num_classes, **options)  # type: ignore[no-any-return]
 
 
-def _from_factory(name: str, num_classes: int, channels: int) -> nn.Module:
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise TrainError(
-            f"factory {quote(name)}: {error}; expected package.module:function, importable from here"
-        ) from error
+def _from_factory(name: str, function: Callable[..., Any], wanted: Mapping[str, int]) -> nn.Module:
     takes = inspect.signature(function).parameters
-    wanted = {"num_classes": num_classes, "channels": channels}
     model = function(**{key: value for key, value in wanted.items() if key in takes})
     if not isinstance(model, nn.Module):
         raise TrainError(f"factory {quote(name)} returned {quote(type(model).__name__)}, expected a torch.nn.Module")
