@@ -65,11 +65,9 @@ def test_a_contest_learns_what_messages_and_gradients_take_in_training(ranks: li
     assert seen >= {3_000_420, 400_000, 8, 1_200_000, 400, 1_000_000, 4, 1_600_008}
     assert [layer.name for layer in result.trace.layers] == [f"part{index}.weight" for index in range(8)]
     assert result.trace.model == "toy"
-    assert [(terms["strategy"], terms["num_messages"]) for terms in result.source["terms"]] == [
-        ("single", 1),
-        ("wfbp", 8),
-        ("ddp", 2),
-    ]
+    *known, best = [(terms["strategy"], terms["num_messages"]) for terms in result.source["terms"]]
+    assert known == [("single", 1), ("wfbp", 8), ("ddp", 2)]
+    assert best[0] == "optimal"
     assert all(terms["slowest_rank"] >= 0 for terms in result.source["terms"])
     assert set(result.source["predicted_before_learning_s"]) == set(STRATEGIES)
 
@@ -116,7 +114,7 @@ def test_no_server_is_predicted_to_end_before_the_links_or_any_owner_could(
     trace: ModelTrace, alone: LinearCost, shared: LinearCost
 ) -> None:
     plan = MergePlan.of_sizes(trace, [1] * len(trace.layers), planner="ps")
-    predicted = predict_servers(trace, ServerCosts(alone, shared), plan)
+    predicted = predict_servers(trace, ServerCosts(shared, alone), plan)
     assert predicted.iteration_s >= predict(trace, shared, plan).iteration_s
     for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True):
         assert predicted.iteration_s >= ready_s + alone(layer.grad_bytes)
@@ -131,8 +129,10 @@ def test_two_owners_average_at_the_same_time() -> None:
     trace = make_trace([0.0, 0.0], [8, 8])
     plan = MergePlan.of_sizes(trace, [1, 1])
     ten, six, four = (LinearCost(2, startup_s, 0.0) for startup_s in (10.0, 6.0, 4.0))
-    assert predict_servers(trace, ServerCosts(ten, six), plan).iteration_s == 12.0
-    assert predict_servers(trace, ServerCosts(ten, four), plan).iteration_s == 10.0
+    assert predict_servers(trace, ServerCosts(six, ten), plan).iteration_s == 12.0
+    assert predict_servers(trace, ServerCosts(four, ten), plan).iteration_s == 10.0
+    # One queue for all: a message takes no longer than its share of a burst.
+    assert predict_servers(trace, ServerCosts(four, None), plan).iteration_s == 8.0
 
 
 def test_what_overlaps_nothing_is_predicted_with_the_cost_beside_idle_processors() -> None:

@@ -119,7 +119,6 @@ MODES = {
     "replan builtin": Mode(hook=builtin_hook("FP16_COMPRESS"), wire=torch.float16, replan_after=2),
     "mixed precision": half(),
     "mixed precision views": half(arguments=HALF | VIEWS),
-    "replan mixed precision": half(replan_after=2),
     "replan gpu": Mode(gpu=True, arguments=VIEWS, replan_after=2),
     "replan optimizer in backward": Mode(gpu=True, in_backward=True, replan_after=2),
 }

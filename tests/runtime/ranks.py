@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,6 +72,10 @@ def wrong_plans() -> dict[str, Any]:
     told["replan different"] = problem(lambda: ddp.replan(other if rank == 2 else plan))
     told["replan torn"] = problem(lambda: ddp.replan(folder / ("torn.json" if rank == 3 else "good.json")))
     told["replan unfinished"] = problem(lambda: _replan_unfinished(other))
+    with pytest.MonkeyPatch.context() as patch:
+        # As if it had been given: torch's own code for it needs a GPU.
+        patch.setattr(ddp, "mixed_precision", object())
+        told["replan mixed precision"] = problem(lambda: ddp.replan(other))
     with ddp.join():
         told["replan in join"] = problem(lambda: ddp.replan(other))
     told["still in force"] = ddp.plan == plan

@@ -116,6 +116,8 @@ def test_the_plan_stays_where_it_cannot_be_changed(wrong_plans: list[Any]) -> No
         assert told["replan unfinished"][0] == "PlanError"
         assert "before the backward pass has ended" in told["replan unfinished"][1]
         assert told["replan in join"][0] == "PlanError"
+        assert told["replan mixed precision"][0] == "PlanError"
+        assert "give plan= at construction" in told["replan mixed precision"][1]
         assert told["still in force"]
 
 

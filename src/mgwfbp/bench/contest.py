@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender, Costs, make_contender, predict_contender
-from mgwfbp.bench.learning import Learnt, learn, observe
+from mgwfbp.bench.learning import Learnt, after_backward, learn, observe
 from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
@@ -23,10 +23,10 @@ __all__ = ["Case", "Listener", "contest", "num_steps"]
 
 # The turn without communication, among the strategies'.
 ALONE = "no communication"
-# Plans whose messages are of all sizes there are; the last overlaps as most plans do.
-LEARN_FROM = ("single", "wfbp", "ddp")
+# Plans whose messages are of all sizes there are; the last is the one that the model takes for the best.
+LEARN_FROM = ("single", "wfbp", "ddp", "optimal")
 # Steps that are watched of each of them, and at the end of every strategy.
-WATCHED_STEPS = 2
+WATCHED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> di
     """Return a measured timeline of every strategy, this rank's."""
     seen = {}
     for contender in contenders:
-        seen[contender.strategy] = observe(arena, contender, WATCHED_STEPS).timeline
+        timeline = observe(arena, contender, WATCHED_STEPS).timeline
+        seen[contender.strategy] = after_backward(timeline) if contender.strategy == "naive" else timeline
         heard.on_steps(1 + WATCHED_STEPS)
     return seen
 

@@ -8,18 +8,22 @@ messages took corrects the cost, and when their gradients were ready becomes the
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import PiecewiseCost
-from mgwfbp.measure.agreement import agree_on_trace, gather
+from mgwfbp.measure.agreement import gather
 from mgwfbp.runtime.load import agreed_time_s, cost_under_load
 from mgwfbp.runtime.observer import Observation
 from mgwfbp.timeline import Timeline
-from mgwfbp.trace import ModelTrace
+from mgwfbp.trace import LayerTrace, ModelTrace
 
-__all__ = ["Learnt", "Terms", "learn", "message_times", "observe"]
+__all__ = ["Learnt", "Terms", "after_backward", "learn", "message_times", "observe", "trace_of_steps", "undisturbed"]
+
+RanksStep = tuple[Timeline, ...]  # one step, as each rank saw it
+# A step that is longer than most by this factor was held up by something that is no part of training.
+DISTURBED = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +70,28 @@ def learn(
     recorded: ModelTrace,
     swept: PiecewiseCost,
     *,
-    steps: int = 2,
+    steps: int = 3,
     on_steps: Callable[[int], object] = lambda _: None,
 ) -> Learnt:
     """Run one or more plans, watch them, and correct what was measured apart. All ranks must call it.
 
-    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass.
+    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass. Steps
+    that something else held up are left out, as the median of a turn leaves them out.
     """
     messages_s: dict[int, list[float]] = {}
     terms = []
     for contender in contenders:
         seen = observe(arena, contender, steps)
         on_steps(1 + steps)
-        of_plan = message_times(_from_all_ranks(seen.timelines))
+        watched = undisturbed(_from_all_ranks(seen.timelines))
+        of_plan = message_times(watched)
         for size, times_s in of_plan.items():
             messages_s.setdefault(size, []).extend(times_s)
-        ends_s = [float(text) for text in gather(repr(seen.trace.compute_s))]
+        ends_s = [median(timeline.compute_s for timeline in of_rank) for of_rank in zip(*watched, strict=True)]
         terms.append(_terms(contender, ends_s, of_plan, recorded, swept))
-    trace = replace(agree_on_trace(seen.trace), model=recorded.model)
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
     means_s = {size: [mean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
-    return Learnt(trace, cost_under_load(swept, means_s), tuple(terms))
+    return Learnt(trace_of_steps(watched, recorded.model), cost_under_load(swept, means_s), tuple(terms))
 
 
 def _terms(
@@ -109,10 +114,47 @@ def _terms(
     )
 
 
-def message_times(by_rank: Sequence[Sequence[Timeline]]) -> dict[int, list[float]]:
-    """Return by bytes what messages took, from every rank's timelines of the same steps."""
+def undisturbed(steps: Sequence[RanksStep]) -> list[RanksStep]:
+    """Return the steps that are about as long as most; half of them at least."""
+    lengths_s = [mean(timeline.iteration_s for timeline in step) for step in steps]
+    return [step for step, length_s in zip(steps, lengths_s, strict=True) if length_s <= DISTURBED * median(lengths_s)]
+
+
+def trace_of_steps(steps: Sequence[RanksStep], model: str) -> ModelTrace:
+    """Return when each gradient was ready on whichever rank was the last in a step, the median over steps.
+
+    A message waits for the last rank, and in every step that is another one.
+    """
+    forward_s = median(max(timeline.forward.end_s for timeline in step) for step in steps)
+    by_step = [_last_s(step) for step in steps]
+    ready_s = {name: max(forward_s, median(last_s[name] for last_s in by_step)) for name in by_step[0]}
+    sizes = {name: span.num_bytes for span in steps[0][0].backward for name in span.layers}
+    layers, previous_s = [], forward_s
+    for name in sorted(sizes, key=lambda name: ready_s[name]):
+        layers.append(LayerTrace(name, ready_s[name] - previous_s, sizes[name]))
+        previous_s = ready_s[name]
+    source = {"measured": "observed in training", "steps": len(steps), "ranks": len(steps[0])}
+    return ModelTrace(model, forward_s, tuple(layers), source)
+
+
+def _last_s(step: RanksStep) -> dict[str, float]:
+    by_rank = [{name: span.end_s for span in timeline.backward for name in span.layers} for timeline in step]
+    return {name: max(ready_s[name] for ready_s in by_rank) for name in by_rank[0]}
+
+
+def after_backward(timeline: Timeline) -> Timeline:
+    """Return what was seen of a strategy that holds messages back until the last gradient is ready."""
+    messages = [
+        replace(message, start_s=min(max(message.start_s, timeline.compute_s), message.end_s))
+        for message in timeline.messages
+    ]
+    return replace(timeline, messages=tuple(messages))
+
+
+def message_times(steps: Sequence[RanksStep]) -> dict[int, list[float]]:
+    """Return by bytes what messages took, from what every rank saw of some steps."""
     found: dict[int, list[float]] = {}
-    for same_step in zip(*by_rank, strict=True):
+    for same_step in steps:
         for same_message in zip(*(timeline.messages for timeline in same_step), strict=True):
             queued = all(message.wait_s > 0 for message in same_message)
             seconds = agreed_time_s([message.duration_s for message in same_message], queued=queued)
@@ -120,6 +162,7 @@ def message_times(by_rank: Sequence[Sequence[Timeline]]) -> dict[int, list[float
     return found
 
 
-def _from_all_ranks(timelines: Sequence[Timeline]) -> list[list[Timeline]]:
+def _from_all_ranks(timelines: Sequence[Timeline]) -> list[RanksStep]:
     mine = json.dumps([timeline.to_json() for timeline in timelines])
-    return [[Timeline.from_json(one) for one in json.loads(text)] for text in gather(mine)]
+    by_rank = [[Timeline.from_json(one) for one in json.loads(text)] for text in gather(mine)]
+    return list(zip(*by_rank, strict=True))

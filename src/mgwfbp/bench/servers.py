@@ -20,14 +20,16 @@ from mgwfbp.trace import ModelTrace
 __all__ = ["ServerCosts", "measure_servers", "predict_servers"]
 
 ROUNDS = 3
+# Messages of a burst for every owner, small and large ones.
+LONG, SHORT, SMALL_BYTES = 8, 2, 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCosts:
     """What a gradient costs that is pushed to its owner and pulled."""
 
-    alone: Cost  # one owner at work
-    shared: Cost  # its share of a burst in which all owners are
+    shared: Cost  # its share of a burst in which all owners are at work
+    alone: Cost | None  # one owner at work; None where all owners share one queue
 
 
 def measure_servers(
@@ -43,7 +45,9 @@ def measure_servers(
     alone: list[Sample] = []
     shared: list[Sample] = []
     for index, size in enumerate(sizes):
-        buffers = [torch.zeros(size // 4, device=device) for _ in range(2 * workers)]
+        # Long bursts, as training's: what their first and last message take must not count for all.
+        per_owner = LONG if size <= SMALL_BYTES else SHORT
+        buffers = [torch.zeros(size // 4, device=device) for _ in range(per_owner * workers)]
         rounds = [
             (_burst_s(servers, buffers[:1], device), _burst_s(servers, buffers, device) / len(buffers))
             for _ in range(1 + ROUNDS)  # the first sets buffers up
@@ -52,7 +56,10 @@ def measure_servers(
         alone.append((size, times_s[0]))
         shared.append((size, times_s[1]))
         on_progress((index + 1) / len(sizes))
-    return ServerCosts(_curve(alone, workers, "one server"), _curve(shared, workers, "all servers"))
+    return ServerCosts(
+        _curve(shared, workers, "all servers"),
+        _curve(alone, workers, "one server") if servers.num_queues > 1 else None,
+    )
 
 
 def _burst_s(servers: ParameterServers, buffers: Sequence[torch.Tensor], device: torch.device) -> float:
@@ -87,10 +94,12 @@ def predict_servers(trace: ModelTrace, costs: ServerCosts, plan: MergePlan) -> T
     """Lay out a step whose gradients go through their owners.
 
     Two things hold it up: the links, which all owners share (the recurrence of `predict`, a gradient taking its share
-    of a burst), and each owner's queue, in which gradients follow one another (the same recurrence for every owner, a
-    gradient taking what it takes alone). Each alone is a bound; the later of the two is the prediction.
+    of a burst), and, where there is more than one queue, each owner's, in which gradients follow one another (the same
+    recurrence for every owner, a gradient taking what it takes alone). Each is a bound; the later is the prediction.
     """
     by_links = predict(trace, costs.shared, plan)
+    if costs.alone is None:
+        return by_links
     sizes = [message.num_bytes for message in by_links.messages]
     free_s = [0.0] * costs.shared.workers
     messages = []

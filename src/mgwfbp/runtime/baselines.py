@@ -132,6 +132,11 @@ class ParameterServers:
         ]
         self._queues = [_Queue(one) for one in groups if isinstance(one, dist.ProcessGroup)]  # we are in all of them
 
+    @property
+    def num_queues(self) -> int:
+        """How many messages can be under way at once."""
+        return len(self._queues)
+
     def owner(self, parameters: Iterable[Tensor]) -> int:
         """Return the rank, in the group, of the owner of a message."""
         return self._owners[id(next(iter(parameters)))]

@@ -114,6 +114,8 @@ class DistributedDataParallel(TunableParallel):
         parameters, sparse = self.reducible()
         if self.cannot_hold or any(sparse):
             raise MeasureError(f"cannot observe: {self.cannot_hold or 'gradients are sparse'}")
+        if self.has_hooks and self.cannot_change:  # a Reducer is told its hooks only once
+            raise MeasureError(f"cannot observe a model with a communication hook: {self.cannot_change}")
         seen, taken = Observation(), []
         watch: StepWatch | None = None
 
@@ -181,6 +183,8 @@ class DistributedDataParallel(TunableParallel):
             return
         if self.cannot_hold:
             raise PlanError(f"no plan can be held: {self.cannot_hold}")
+        if self.cannot_change:
+            raise PlanError(f"the plan cannot be changed: {self.cannot_change}; give plan= at construction")
         with self.on_device():
             agreed = agree_on_plan(prepare, self.process_group)
         if agreed is not None:

@@ -77,16 +77,17 @@ class CudaMoments:
     def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
         """Note the moment at which the message that this future stands for has arrived."""
         if not future.done():
-            future.add_done_callback(lambda _: note(self._aside_now()))
-            return
-        with torch.cuda.stream(self._aside):
-            future.wait()
-            note(self._aside_now())
+            # Of a hook that queues messages later on, or of a backend that says when a message has arrived.
+            future.add_done_callback(lambda done: self._note_aside(done, note))
+        else:
+            self._note_aside(future, note)
 
-    def _aside_now(self) -> Moment:
-        event = self._event()
-        event.record(self._aside)
-        return event
+    def _note_aside(self, done: Any, note: Callable[[Moment], None]) -> None:
+        with torch.cuda.stream(self._aside):
+            done.wait()
+            event = self._event()
+            event.record(self._aside)
+        note(event)
 
     def wait(self) -> None:
         """Wait for the GPU."""

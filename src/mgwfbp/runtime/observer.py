@@ -51,7 +51,7 @@ class Observation:
     def timeline(self) -> Timeline:
         """That of the step of median length."""
         self._check()
-        return sorted(self._timelines, key=lambda one: one.iteration_s)[len(self._timelines) // 2]
+        return sorted(self._timelines, key=lambda one: one.iteration_s)[(len(self._timelines) - 1) // 2]
 
     @property
     def trace(self) -> ModelTrace:

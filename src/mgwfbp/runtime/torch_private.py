@@ -321,6 +321,13 @@ class PlannableParallel(DistributedDataParallel):
         return "all gradients are delayed by delay_all_reduce_named_params" if self._delay_all_reduce_all_params else ""
 
     @property
+    def cannot_change(self) -> str:
+        """Why no other Reducer can take the place of this one; empty where one can."""
+        if self.mixed_precision is not None:
+            return "with mixed_precision torch sends wrong gradients in the first step of every Reducer"
+        return ""
+
+    @property
     def in_join(self) -> bool:
         """Whether this runs inside ``with model.join():``."""
         return bool(self._join_config.enable)

@@ -1,0 +1,78 @@
+"""What one nccl rank does: ``mgwfbp lab --hosts 2 --rate 1gbit -- python -m tests.runtime.nccl_ranks FOLDER``."""
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import MergePlan
+from mgwfbp.runtime.strategies import parallel
+from tests.runtime.models import make_plan
+
+WIDTH, DEPTH, STEPS = 1024, 3, 4  # gradients of 4 MiB: a message takes long enough to be missed
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers).cuda()
+
+
+def train(model: nn.Module, steps: int) -> list[Tensor]:
+    """Train and return the gradients of the last step and all parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean().backward()
+        optimizer.step()
+    return [tensor for one in model.parameters() if one.grad is not None for tensor in (one.grad, one.detach())]
+
+
+def distance(wrap: Callable[[nn.Module], nn.Module], steps: int = STEPS) -> float:
+    """Return how far training ends from that with torch's class, relative to the largest number."""
+    expected, got = train(StockDdp(build()), steps), train(wrap(build()), steps)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True))
+
+
+def compiled(model: nn.Module, plan: MergePlan) -> nn.Module:
+    ddp = parallel(model, plan)
+    ddp.compile()
+    return ddp
+
+
+def observed(strategy: str) -> dict[str, Any]:
+    """Return what the messages of a step are seen to take, as a rate."""
+    model = parallel(build(), strategy)
+    train(model, 2)
+    with model.observe(2) as seen:
+        train(model, 2)
+    timeline = seen.timeline
+    seconds = max(message.end_s for message in timeline.messages) - timeline.messages[0].ready_s
+    return {"messages": len(timeline.messages), "seconds": seconds}
+
+
+def main() -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0), timeout=timedelta(seconds=60))
+    names = ("naive", "ps", "wfbp", "single", "bucket-5")
+    found: dict[str, Any] = {name: distance(partial(parallel, strategy=name)) for name in names}
+    found["auto"] = distance(partial(parallel, strategy="auto"), steps=120)
+    plan = make_plan(build(), 2)
+    found["compiled"] = distance(partial(compiled, plan=plan))
+    found["observed"] = {name: observed(name) for name in ("naive", "ps", "wfbp")}
+    found["bytes"] = sum(parameter.nbytes for parameter in build().parameters())
+    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
