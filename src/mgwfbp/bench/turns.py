@@ -71,12 +71,22 @@ def take_turns(
 
 
 def time_steps(step: Step, count: int, device: torch.device) -> list[float]:
-    """Return how long each of several steps took, as they follow one another."""
-    _synchronize(device)
+    """Return how long each of several steps took, as they follow one another.
+
+    On a GPU the host runs ahead, as it does in training: events tell when each step had ended.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            events[0].record()
+            for event in events[1:]:
+                step()
+                event.record()
+            torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e-3 for start, end in pairwise(events)]
     ends_s = [time.perf_counter()]
     for _ in range(count):
         step()
-        _synchronize(device)
         ends_s.append(time.perf_counter())
     return [end_s - start_s for start_s, end_s in pairwise(ends_s)]
 
@@ -86,8 +96,3 @@ def slowest(values: Sequence[float], device: torch.device, group: dist.ProcessGr
     agreed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
     return [float(value) for value in agreed]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

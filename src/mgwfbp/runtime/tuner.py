@@ -46,7 +46,7 @@ from mgwfbp.runtime.watch import SeenStep, StepWatch
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["TunableParallel", "Tuner"]
+__all__ = ["TunableParallel", "Tuner", "two_sizes"]
 
 _log = logging.getLogger("mgwfbp")
 
@@ -58,6 +58,7 @@ CHOSEN_TURNS = 1  # of the plan that is kept, so that what is said of it is what
 MAX_ROUNDS = 3
 SWEEP_BUDGET_S = 1.0
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
+FAR = 4  # sizes are far from each other where one is so many times the other
 # First all candidates take turns, then the two best and torch's own buckets: (turns, measured steps of a turn).
 FIRST_HEAT, LAST_HEAT = (2, 2), (2, 3)
 # Hooks on gradients slow a host that is busy launching kernels, but not by more than this.
@@ -319,14 +320,14 @@ class Tuner:
 
         add("optimal", self._planned(trace, cost, "optimal"))
         add("mgwfbp", self._planned(trace, cost, "mgwfbp"))
-        buckets = []
+        buckets, predicted_s = {}, {}
         for mib in BUCKET_MIB:
             planner = partial(plan_bucket, first_bucket_bytes=mib * 2**20, bucket_bytes=mib * 2**20)
             plan = self._planned(trace, cost, planner)
             if plan.groups not in found:
-                buckets.append((predict(trace, cost, plan).iteration_s, mib, plan))
-        for _, mib, plan in sorted(buckets, key=lambda item: item[:2])[:2]:
-            add(f"bucket {mib} MiB", plan)
+                buckets[mib], predicted_s[mib] = plan, predict(trace, cost, plan).iteration_s
+        for mib in two_sizes(predicted_s):
+            add(f"bucket {mib} MiB", buckets[mib])
         return [Candidate(name, plan, predict(trace, cost, plan).iteration_s) for name, plan in found.values()]
 
     def _race(
@@ -350,6 +351,19 @@ class Tuner:
             all_s = (*candidate.steps_s, *steps_s)
             measured.append(replace(candidate, steps_s=all_s, step_s=median(all_s)))
         return measured
+
+
+def two_sizes(predicted_s: Mapping[int, float]) -> list[int]:
+    """Return the bucket size that is predicted to be the fastest, and the fastest of those far from it.
+
+    Two neighbours would be right or wrong together: where the model errs, a size far away may not.
+
+    >>> two_sizes({1: 4.0, 2: 3.5, 5: 2.0, 10: 2.1, 25: 3.0})
+    [5, 25]
+    """
+    ranked = sorted(predicted_s, key=lambda size: (predicted_s[size], size))
+    far = [size for size in ranked[1:] if max(size, ranked[0]) >= FAR * min(size, ranked[0])]
+    return [*ranked[:1], *(far or ranked[1:])[:1]]
 
 
 def _steps(count: int) -> Iterator[None]:
