@@ -189,6 +189,7 @@ def test_a_killed_rank_is_called_killed(machine: Machine) -> None:
         ("--hosts", "2", "--rate", "1gbit", "--delay", "soon", "--", "true"),
         ("--hosts", "2", "--rate", "1gbit", "--ranks-per-host", "0", "--", "true"),
         ("--hosts", "2", "--rate", "1gbit", "--mtu", "1", "--", "true"),
+        ("--hosts", "2", "--rate", "1gbit", "--congestion-control", "no/such", "--", "true"),
         ("--hosts", "2", "--", "true"),
         ("--rate", "1gbit", "--", "true"),
     ],
@@ -215,6 +216,29 @@ def test_a_delay_is_kept_or_refused_but_never_left_out() -> None:
         assert "netem" in str(error)  # noqa: PT017 - either may be, depending on the kernel
         return
     assert float(lines[0].text) >= 2 * 0.02
+
+
+def test_hosts_send_at_a_steady_rate_unless_told_otherwise_and_the_machine_keeps_its_own_way(machine: Machine) -> None:
+    tcp = Path("/proc/sys/net/ipv4")
+    before = [(tcp / name).read_text() for name in ("tcp_congestion_control", "tcp_slow_start_after_idle")]
+    show = ["cat", *(str(tcp / name) for name in ("tcp_congestion_control", "tcp_slow_start_after_idle"))]
+    found = {"": "reno"}
+    for name in (tcp / "tcp_allowed_congestion_control").read_text().split():
+        found[name] = name
+    for given, used in found.items():
+        option = ["--congestion-control", given] if given else []
+        done = machine.run("--hosts", "2", *ONE_GBIT, *option, "--", *show)
+        assert sorted(done.stdout.splitlines()) == [
+            f"host{host} | {text}" for host in range(2) for text in sorted(("0", used))
+        ]
+    assert [(tcp / name).read_text() for name in ("tcp_congestion_control", "tcp_slow_start_after_idle")] == before
+
+
+def test_a_congestion_control_that_the_kernel_does_not_have_is_one_clear_line(machine: Machine) -> None:
+    done = machine.run("--hosts", "2", *ONE_GBIT, "--congestion-control", "no_such", "--", "true")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "congestion control 'no_such' cannot be used" in done.stderr
+    assert "hosts may use: " in done.stderr
 
 
 def test_neither_ip_nor_tc_is_needed(machine: Machine) -> None:

@@ -25,6 +25,7 @@ clusters = st.builds(
     delay_s=st.floats(0, 1),
     ranks_per_host=st.integers(1, 8),
     mtu_bytes=st.integers(576, 9000),
+    congestion_control=st.sampled_from(["", "reno", "bbr"]),
 )
 
 
@@ -60,9 +61,11 @@ def test_what_is_no_delay_is_refused(text: str) -> None:
         {"delay_s": math.inf},
         {"ranks_per_host": 0},
         {"mtu_bytes": 100},
+        {"congestion_control": "../reno"},
+        {"congestion_control": "Reno"},
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused_by_the_name_of_its_field(wrong: dict[str, float]) -> None:
+def test_a_cluster_that_cannot_be_is_refused_by_the_name_of_its_field(wrong: dict[str, float | str]) -> None:
     with pytest.raises(LabError, match=next(iter(wrong))):
         Cluster(**{"num_hosts": 2, "rate_bits_per_s": 1e9, **wrong})  # type: ignore[arg-type]
 

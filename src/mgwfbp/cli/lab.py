@@ -33,6 +33,9 @@ def lab(
     ] = "0us",
     ranks_per_host: Annotated[int, typer.Option(min=1, max=MAX_RANKS_PER_HOST, help="Processes on each host.")] = 1,
     mtu: Annotated[int, typer.Option(metavar="BYTES", help="The links' largest packet.")] = 1500,
+    congestion_control: Annotated[
+        str, typer.Option(metavar="NAME", help="TCP's, by its name in the kernel: reno unless told otherwise.")
+    ] = "",
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what each rank writes, in one file per rank.")
     ] = None,
@@ -44,13 +47,14 @@ def lab(
     environment, as under torchrun. The first rank that fails ends the others, and its exit status is this command's.
     """
     cluster = _usage(
-        "--rate, --delay, --mtu",
+        "--rate, --delay, --mtu, --congestion-control",
         lambda: Cluster(
             num_hosts=hosts,
             rate_bits_per_s=_usage("--rate", lambda: parse_rate(rate)),
             delay_s=_usage("--delay", lambda: parse_delay(delay)),
             ranks_per_host=ranks_per_host,
             mtu_bytes=mtu,
+            congestion_control=congestion_control,
         ),
     )
     if shutil.which(command[0]) is None:

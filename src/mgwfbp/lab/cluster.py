@@ -58,6 +58,7 @@ class Cluster:
     delay_s: float = 0.0  # one way, from one host to any other, beyond what the rate costs
     ranks_per_host: int = 1
     mtu_bytes: int = 1500
+    congestion_control: str = ""  # TCP's, by its name in the kernel; empty for one that keeps a steady rate
 
     def __post_init__(self) -> None:
         _check("num_hosts", self.num_hosts, 1, MAX_HOSTS)
@@ -65,6 +66,10 @@ class Cluster:
         _check("delay_s", self.delay_s, 0, 10)
         _check("ranks_per_host", self.ranks_per_host, 1, MAX_RANKS_PER_HOST)
         _check("mtu_bytes", self.mtu_bytes, MIN_MTU_BYTES, MAX_MTU_BYTES)
+        if not re.fullmatch(r"[a-z0-9_]{0,15}", self.congestion_control):
+            raise LabError(
+                f"congestion_control is {quote(self.congestion_control)}, expected a name such as reno or cubic"
+            )
 
     @property
     def num_ranks(self) -> int:
