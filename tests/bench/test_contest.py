@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, StrategyError, predict
-from mgwfbp.bench.contenders import Contender, Costs, check_strategies, predict_contender
+from mgwfbp.bench.contenders import Contender, Known, Measured, check_strategies, predict_contender
 from mgwfbp.bench.servers import ServerCosts, predict_servers
 from tests.bench.ranks import PLANNED, STRATEGIES, all_scenarios
 from tests.examples import linear_costs, make_trace, traces
@@ -135,18 +135,18 @@ def test_two_owners_average_at_the_same_time() -> None:
     assert predict_servers(trace, ServerCosts(four, None), plan).iteration_s == 8.0
 
 
-def test_what_overlaps_nothing_is_predicted_with_the_cost_beside_idle_processors() -> None:
-    trace = make_trace([1.0, 2.0], [4, 4])
-    idle, loaded = LinearCost(2, 1.0, 0.0), LinearCost(2, 5.0, 0.0)
+def test_what_overlaps_nothing_is_predicted_from_what_was_measured_apart() -> None:
+    trace, slowed = make_trace([1.0, 2.0], [4, 4]), make_trace([3.0, 4.0], [4, 4])
+    known = Known(Measured(trace, LinearCost(2, 1.0, 0.0)), Measured(slowed, LinearCost(2, 5.0, 0.0)))
     plans = {name: MergePlan.of_sizes(trace, sizes) for name, sizes in (("single", [2]), ("wfbp", [1, 1]))}
     plans["naive"] = plans["wfbp"]
     ends = {}
     for name, plan in plans.items():
-        timeline = predict_contender(Contender(name, plan), trace, Costs(idle, loaded))
+        timeline = predict_contender(Contender(name, plan), known)
         assert timeline is not None
         ends[name] = timeline.iteration_s
-    assert ends == {"naive": 4.0, "single": 3.0, "wfbp": 11.0}
-    assert predict_contender(Contender("ps", plans["wfbp"]), trace, Costs(idle, loaded)) is None
+    assert ends == {"naive": 4.0, "single": 3.0, "wfbp": 13.0}
+    assert predict_contender(Contender("ps", plans["wfbp"]), known) is None
 
 
 @pytest.mark.parametrize(

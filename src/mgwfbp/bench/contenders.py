@@ -18,7 +18,8 @@ from mgwfbp.units import quote
 __all__ = [
     "HOOKED",
     "Contender",
-    "Costs",
+    "Known",
+    "Measured",
     "check_strategies",
     "make_contender",
     "predict_contender",
@@ -60,21 +61,31 @@ def make_contender(strategy: str, module: nn.Module, trace: ModelTrace, cost: Co
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What messages cost, by what is under way beside them."""
+class Measured:
+    """When gradients are ready and what messages cost."""
 
-    idle: Cost  # beside nothing: of a burst after the backward pass
-    loaded: Cost  # beside the backward pass
-    servers: ServerCosts | None = None  # through the rank that owns a gradient
+    trace: ModelTrace
+    cost: Cost
 
 
-def predict_contender(contender: Contender, trace: ModelTrace, costs: Costs) -> Timeline | None:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What predictions are made with, by whether messages and the backward pass are under way at the same time."""
+
+    apart: Measured
+    together: Measured
+    servers: ServerCosts | None = None  # of gradients through the ranks that own them
+
+
+def predict_contender(contender: Contender, known: Known) -> Timeline | None:
     """Lay out the step of a contender as the package's model has it; None where nothing is known of its messages.
 
-    What overlaps nothing, naive S-SGD and a plan of one message, is sent beside idle processors.
+    Naive S-SGD and a plan of one message overlap nothing: neither slows the other down.
     """
+    apart, together = known.apart, known.together
     if contender.strategy == "naive":
-        return predict_naive(trace, costs.idle)
+        return predict_naive(apart.trace, apart.cost)
     if contender.strategy == "ps":
-        return None if costs.servers is None else predict_servers(trace, costs.servers, contender.plan)
-    return predict(trace, costs.idle if contender.plan.num_groups == 1 else costs.loaded, contender.plan)
+        return None if known.servers is None else predict_servers(together.trace, known.servers, contender.plan)
+    measured = apart if contender.plan.num_groups == 1 else together
+    return predict(measured.trace, measured.cost, contender.plan)

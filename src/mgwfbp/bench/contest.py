@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mgwfbp.bench.arena import Arena
-from mgwfbp.bench.contenders import Contender, Costs, make_contender, predict_contender
+from mgwfbp.bench.contenders import Contender, Known, Measured, make_contender, predict_contender
 from mgwfbp.bench.learning import Learnt, after_backward, learn, observe
 from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
@@ -80,17 +80,18 @@ def contest(
     tuning = arena.tune(heard.on_steps) if "auto" in strategies else None
     if tuning is not None:
         heard.on_phase(repr(tuning))
-    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.cost)
+    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.trace, case.cost)
     contenders = [_contender(name, case, learnt, tuning) for name in strategies]
     ways = {ALONE: arena.enter_alone, **{one.strategy: arena.way(one) for one in contenders}}
     turns_s = take_turns(ways, schedule, arena.device, on_turn=heard.on_turn, on_steps=heard.on_steps)
     seen = _watch(arena, contenders, heard) if timelines else {}
-    before = Costs(case.cost, case.cost, case.servers)
-    after = Costs(case.cost, learnt.cost, case.servers)
+    recorded = Measured(case.trace, case.cost)
+    before = Known(recorded, recorded, case.servers)
+    after = Known(Measured(learnt.trace_apart, case.cost), Measured(learnt.trace, learnt.cost), case.servers)
     compute_s = median(turns_s[ALONE])
     results = []
     for one in contenders:
-        predicted = predict_contender(one, learnt.trace, after)
+        predicted = predict_contender(one, after)
         result = StrategyResult.of_turns(
             one.strategy,
             turns_s[one.strategy],
@@ -102,7 +103,7 @@ def contest(
             predicted_timeline=predicted if timelines else None,
         )
         results.append(result)
-    untaught = {one.strategy: predict_contender(one, case.trace, before) for one in contenders}
+    untaught = {one.strategy: predict_contender(one, before) for one in contenders}
     return BenchResult(
         model=case.trace.model,
         workers=dist.get_world_size(),

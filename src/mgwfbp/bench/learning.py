@@ -28,9 +28,10 @@ DISTURBED = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A trace and a cost as they are in training, and what they differ by from those measured apart, term by term."""
+    """Traces and a cost as they are in training, and what they differ by from those measured apart, term by term."""
 
-    trace: ModelTrace
+    trace: ModelTrace  # beside messages
+    trace_apart: ModelTrace  # of a step that sends nothing before the last gradient is ready
     cost: PiecewiseCost
     terms: tuple["Terms", ...] = ()  # one for every plan that was watched
 
@@ -75,11 +76,12 @@ def learn(
 ) -> Learnt:
     """Run one or more plans, watch them, and correct what was measured apart. All ranks must call it.
 
-    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass. Steps
-    that something else held up are left out, as the median of a turn leaves them out.
+    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass, and the
+    first one of a single message. Steps that something else held up are left out, as the median of a turn leaves them
+    out.
     """
     messages_s: dict[int, list[float]] = {}
-    terms = []
+    terms, traces = [], []
     for contender in contenders:
         seen = observe(arena, contender, steps)
         on_steps(1 + steps)
@@ -89,9 +91,10 @@ def learn(
             messages_s.setdefault(size, []).extend(times_s)
         ends_s = [median(timeline.compute_s for timeline in of_rank) for of_rank in zip(*watched, strict=True)]
         terms.append(_terms(contender, ends_s, of_plan, recorded, swept))
+        traces.append(trace_of_steps(watched, recorded.model))
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
     means_s = {size: [mean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
-    return Learnt(trace_of_steps(watched, recorded.model), cost_under_load(swept, means_s), tuple(terms))
+    return Learnt(traces[-1], traces[0], cost_under_load(swept, means_s), tuple(terms))
 
 
 def _terms(

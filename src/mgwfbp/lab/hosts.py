@@ -23,8 +23,8 @@ _PACKET_S = 500e-6
 _WAKE_UP_S = 200e-6  # between two wake-ups of the kernel's timer on a busy machine
 _QUEUE_S = 20e-3
 _TCP = Path("/proc/sys/net/ipv4")
-# Every kernel has it. BBR, which some machines use, lets hardly anything pass for 0.2 s every 10 s and paces what follows
-# a pause: 0.5 MB between 4 hosts of 1 Gbit took 9 to 13 ms instead of 6.6 (benchmarks/lab.md).
+# Every kernel has it. BBR, which some machines use, lets hardly anything pass for 0.2 s every 10 s and paces what
+# follows a pause: 0.5 MB between 4 hosts of 1 Gbit took 9 to 13 ms instead of 6.6 (benchmarks/lab.md).
 STEADY_TCP = "reno"
 
 

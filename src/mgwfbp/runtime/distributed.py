@@ -116,16 +116,13 @@ class DistributedDataParallel(TunableParallel):
             raise MeasureError(f"cannot observe: {self.cannot_hold or 'gradients are sparse'}")
         if self.has_hooks and self.cannot_change:  # a Reducer is told its hooks only once
             raise MeasureError(f"cannot observe a model with a communication hook: {self.cannot_change}")
-        seen, taken = Observation(), []
+        seen = Observation()
+        had_settled: list[bool] = []  # of every step: the first one of a Reducer is unlike the others
         watch: StepWatch | None = None
 
         def step_has_ended() -> None:
-            if watch is None:
-                return
-            seen_steps = watch.take()
-            if self.has_settled:  # the first step of a Reducer is unlike the others
-                taken.extend(seen_steps)
-            if len(taken) >= steps:
+            had_settled.append(self.has_settled)
+            if watch is not None and sum(had_settled) >= steps:
                 watch.stop()
 
         watch = StepWatch(self, parameters, moments_of(self.device), step_has_ended)
@@ -135,6 +132,8 @@ class DistributedDataParallel(TunableParallel):
             yield seen
         finally:
             watch.stop()
+        # Only now: reading a step waits for the GPU, and the host would no longer run ahead of it.
+        taken = [step for step, settled in zip(watch.take(), had_settled, strict=True) if settled]
         self._fill(seen, taken, parameters, predict_with)
 
     def _fill(
