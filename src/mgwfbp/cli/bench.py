@@ -207,11 +207,20 @@ def _source() -> dict[str, Any]:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "processor": _processor(),
+        "congestion_control": _congestion_control(),
         "cores": os.cpu_count(),
         "load": [round(load, 1) for load in os.getloadavg()],  # before the first step
         "nice": os.nice(0),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _congestion_control() -> str:
+    """Return TCP's, where the kernel tells it: it decides how long a message takes after a pause."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="utf-8").strip()
+    except OSError:
+        return "unknown"
 
 
 def _processor() -> str:

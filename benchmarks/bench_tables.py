@@ -1,27 +1,42 @@
-"""Write the tables of replay.md from the results in replay/: ``python benchmarks/replay_tables.py``.
+"""Write the tables of a document from the results in its folder.
 
-Everything below the marker in replay.md is replaced; the results are those of the commands that the document names.
+    python benchmarks/bench_tables.py replay                  # replay.md from replay/*.json
+    python benchmarks/bench_tables.py gpu new/*.json          # takes these results into gpu/ first
+
+Everything below the marker in the document is replaced; the results are those of the commands that stand there. Of a
+result that is taken in, plans, timelines, trace and cost are left out: no table needs them.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mgwfbp import BenchResult
 from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary
+from mgwfbp.units import format_seconds
 
-MARKER = "<!-- everything below is written by replay_tables.py -->"
+MARKER = "<!-- everything below is written by bench_tables.py -->"
 
 
 def main() -> None:
-    folder = Path(__file__).parent
-    results = [BenchResult.load(path) for path in sorted((folder / "replay").glob("*.json"))]
-    first = [result for result in results if "repeat" not in result.network]
-    repeats = [result for result in results if "repeat" in result.network]
-    document = folder / "replay.md"
+    name, *new = sys.argv[1:]
+    folder = Path(__file__).parent / name
+    for path in map(Path, new):
+        slim(BenchResult.load(path)).save(folder / path.name)
+    found = {path: BenchResult.load(path) for path in sorted(folder.glob("*.json"))}
+    first = [result for path, result in found.items() if not path.stem.endswith("repeat")]
+    repeats = [result for path, result in found.items() if path.stem.endswith("repeat")]
+    first.sort(key=lambda result: (title(result), result.workers))
+    document = folder.with_suffix(".md")
     kept = document.read_text().partition(MARKER)[0]
     document.write_text(kept + MARKER + "\n" + "\n".join([*overview(first), *cells(first), *repeated(first, repeats)]))
     sys.stdout.write(error_summary(*first) + "\n")
+
+
+def slim(result: BenchResult) -> BenchResult:
+    strategies = [replace(one, plan=None, timeline=None, predicted_timeline=None) for one in result.strategies]
+    return replace(result, strategies=tuple(strategies), trace=None, cost=None)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -51,10 +66,10 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
     yield from table(["mean, worst", "hosts", "before", "after"], rows)
     yield f"After, over all cells: {error_summary(*results)}.\n"
     yield (
-        "Most of these steps is computation, which a prediction knows. Of the exposed communication alone, where it is "
-        f"more than a hundredth of the step: {exposed_errors(results)}.\n"
+        "Computation is the part of a step that a prediction knows. Relative to the exposed communication alone, where "
+        f"that is more than a hundredth of the step: {exposed_errors(results)}.\n"
     )
-    yield "\n## Terms, watched in steps of three plans\n"
+    yield "\n## Terms, watched in steps of a few plans\n"
     rows = [
         [
             f"{title(result)}, {result.workers} hosts",
@@ -81,12 +96,13 @@ def exposed_errors(results: Sequence[BenchResult]) -> str:
 def cells(results: Sequence[BenchResult]) -> Iterator[str]:
     for result in results:
         alone = result.compute_s / result.source["recorded_compute_s"] - 1
+        rate = "1gbit" if result.source["gpu"] is None else result.network.split()[0] + "gbit"
         yield f"\n## {title(result)}, {result.workers} hosts, {result.network}\n"
-        yield f"`mgwfbp lab --hosts {result.workers} --rate 1gbit -- {result.source['command']}`\n"
+        yield f"`mgwfbp lab --hosts {result.workers} --rate {rate} -- {result.source['command']}`\n"
         yield (
             f"{result.source['date']}, load {result.source['load'][0]} at the start; {result.source['turns']} turns of "
-            f"{result.source['steps']}; without communication {result.compute_s:.3f} s, {alone:+.2%} of the recorded "
-            f"time; {error_summary(result)}.\n"
+            f"{result.source['steps']}; without communication {format_seconds(result.compute_s)}, {alone:+.2%} of the "
+            f"recorded time; {error_summary(result)}.\n"
         )
         yield from table(bench_titles(result), bench_rows(result))
         if "auto" in known(result):
@@ -105,9 +121,9 @@ def repeated(results: Sequence[BenchResult], repeats: Sequence[BenchResult]) -> 
 
 
 def title(result: BenchResult) -> str:
-    """Name the trace that was replayed; a result itself knows only the model."""
+    """Name the trace that was replayed, of which a result itself knows only the model, or the model and its links."""
     words = result.source["command"].split()
-    return str(words[words.index("--replay") + 1])
+    return words[words.index("--replay") + 1] if "--replay" in words else f"{result.model}, {result.network}"
 
 
 def known(result: BenchResult) -> set[str]:
