@@ -1,7 +1,7 @@
 """When each gradient is ready and how many bytes it has: `LayerTrace`, `ModelTrace`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import accumulate
@@ -20,7 +20,7 @@ from mgwfbp.record import (
 )
 from mgwfbp.units import format_bytes, format_seconds, quote
 
-__all__ = ["LayerTrace", "ModelTrace", "load_trace", "recorded_traces"]
+__all__ = ["LayerTrace", "ModelTrace", "layers_of", "load_trace", "recorded_traces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,22 @@ class LayerTrace:
         what = f"layer {quote(self.name)}"
         object.__setattr__(self, "backward_s", check_real(self.backward_s, f"{what}: backward_s", TraceError))
         object.__setattr__(self, "grad_bytes", check_count(self.grad_bytes, f"{what}: grad_bytes", TraceError))
+
+
+def layers_of(moments: Iterable[tuple[str, float, int]], start_s: float = 0.0) -> tuple[LayerTrace, ...]:
+    """Make layers of gradients in ready order: (name, when it is ready, bytes), times from where ``start_s`` is from.
+
+    No gradient is ready before the one in front of it, or before the backward pass starts.
+
+    >>> [layer.backward_s for layer in layers_of([("c", 1.0, 4), ("b", 5.0, 4), ("a", 4.5, 4)], start_s=3.0)]
+    [0.0, 2.0, 0.0]
+    """
+    layers, previous_s = [], start_s
+    for name, moment_s, grad_bytes in moments:
+        ready_s = max(previous_s, moment_s)
+        layers.append(LayerTrace(name, ready_s - previous_s, grad_bytes))
+        previous_s = ready_s
+    return tuple(layers)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

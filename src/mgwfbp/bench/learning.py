@@ -17,7 +17,7 @@ from mgwfbp.measure.agreement import gather
 from mgwfbp.runtime.load import agreed_time_s, cost_under_load
 from mgwfbp.runtime.observer import Observation
 from mgwfbp.timeline import Timeline
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import ModelTrace, layers_of
 
 __all__ = ["Learnt", "Terms", "after_backward", "learn", "message_times", "observe", "trace_of_steps", "undisturbed"]
 
@@ -130,14 +130,13 @@ def trace_of_steps(steps: Sequence[RanksStep], model: str) -> ModelTrace:
     """
     forward_s = median(max(timeline.forward.end_s for timeline in step) for step in steps)
     by_step = [_last_s(step) for step in steps]
-    ready_s = {name: max(forward_s, median(last_s[name] for last_s in by_step)) for name in by_step[0]}
+    ready_s = {name: median(last_s[name] for last_s in by_step) for name in by_step[0]}
     sizes = {name: span.num_bytes for span in steps[0][0].backward for name in span.layers}
-    layers, previous_s = [], forward_s
-    for name in sorted(sizes, key=lambda name: ready_s[name]):
-        layers.append(LayerTrace(name, ready_s[name] - previous_s, sizes[name]))
-        previous_s = ready_s[name]
-    source = {"measured": "observed in training", "steps": len(steps), "ranks": len(steps[0])}
-    return ModelTrace(model, forward_s, tuple(layers), source)
+    order = sorted(sizes, key=lambda name: ready_s[name])
+    layers = layers_of([(name, ready_s[name], sizes[name]) for name in order], forward_s)
+    return ModelTrace(
+        model, forward_s, layers, {"measured": "observed in training", "steps": len(steps), "ranks": len(steps[0])}
+    )
 
 
 def _last_s(step: RanksStep) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import MeasureError, MgwfbpError
-from mgwfbp.trace import ModelTrace
+from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import quote
 
 __all__ = ["agree_on_cost", "agree_on_trace", "first_line", "gather", "problem_of", "together"]
@@ -68,13 +68,10 @@ def agree_on_trace(trace: ModelTrace, group: dist.ProcessGroup | None = None) ->
     for other in traces:
         for layer, moment_s in zip(other.layers, other.ready_s, strict=True):
             ready_s[layer.name] = max(ready_s[layer.name], moment_s)
-    layers, previous_s = [], forward_s
-    for layer in sorted(first.layers, key=lambda layer: ready_s[layer.name]):
-        moment_s = max(previous_s, ready_s[layer.name])
-        layers.append(replace(layer, backward_s=moment_s - previous_s, grad_bytes=sizes[layer.name]))
-        previous_s = moment_s
+    order = sorted((layer.name for layer in first.layers), key=lambda name: ready_s[name])
+    layers = layers_of([(name, ready_s[name], sizes[name]) for name in order], forward_s)
     source = {**first.source, "ranks": len(traces), "combined": "slowest rank"}
-    return ModelTrace(first.model, forward_s, tuple(layers), source)
+    return ModelTrace(first.model, forward_s, layers, source)
 
 
 def _agreed_sizes(traces: Sequence[ModelTrace]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.devices import Device
 from mgwfbp.measure.workload import Workload, trainable
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import LayerTrace, ModelTrace, layers_of
 
 __all__ = ["OperationCount", "count_operations", "measure_analytic", "ready_order"]
 
@@ -139,9 +139,7 @@ def _run(workload: Workload, device: Device) -> tuple[ModelTrace, OperationCount
         raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters}
     unused = [name for name in sizes if name not in ready_s]
-    layers, previous_s = [LayerTrace(name, 0.0, sizes[name]) for name in unused], forward_s
-    for name, moment_s in ready_s.items():
-        layers.append(LayerTrace(name, moment_s - previous_s, sizes[name]))
-        previous_s = moment_s
-    trace = ModelTrace(workload.name, forward_s, tuple(layers), {"unused": unused})
+    moments = {**dict.fromkeys(unused, forward_s), **ready_s}
+    layers = layers_of([(name, moment_s, sizes[name]) for name, moment_s in moments.items()], forward_s)
+    trace = ModelTrace(workload.name, forward_s, layers, {"unused": unused})
     return trace, OperationCount(forward_flops, clock.flops - forward_flops, clock.kernels)

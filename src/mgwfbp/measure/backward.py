@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import make_clock
 from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import quote
 
 __all__ = ["measure_backward"]
@@ -233,13 +233,11 @@ def _combine(
     orders = {step.order for step in steps}
     order = list(steps[-1].order) if len(orders) == 1 else sorted(ready_s, key=lambda slot: ready_s[slot])
     unused = [slot for slot in range(len(parameters)) if slot not in used]
-    layers, previous_s = [], 0.0
-    for slot in [*unused, *order]:
-        # Medians of steps with one order never fall; those of changing orders are sorted above.
-        moment_s = max(previous_s, ready_s.get(slot, 0.0))
-        grad_bytes = int(median(step.grad_bytes[slot] for step in steps))
-        layers.append(LayerTrace(parameters[slot][0], moment_s - previous_s, grad_bytes))
-        previous_s = moment_s
+    # Medians of steps with one order never fall; those of changing orders are sorted above.
+    layers = layers_of(
+        (parameters[slot][0], ready_s.get(slot, 0.0), int(median(step.grad_bytes[slot] for step in steps)))
+        for slot in [*unused, *order]
+    )
     source = {
         **source,
         "spread": {

@@ -14,7 +14,7 @@ from mgwfbp.measure.analytic import ready_order
 from mgwfbp.measure.kineto import RECORD, Event, Profile, read_profile
 from mgwfbp.measure.workload import Workload, trainable
 from mgwfbp.record import naming
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import ModelTrace, layers_of
 
 __all__ = ["trace_from_profile"]
 
@@ -48,11 +48,8 @@ def trace_from_profile(path: str | os.PathLike[str], workload: Workload) -> Mode
     names = _match(passes[-1].gradients, order, shapes)
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
     unused = [name for name in sizes if name not in order]
-    ready_s = [median(ready[place] for _, ready in seen) for place in range(len(names))]
-    layers, previous_s = [LayerTrace(name, 0.0, sizes[name]) for name in unused], 0.0
-    for name, moment_s in zip(names, accumulate(ready_s, max), strict=True):
-        layers.append(LayerTrace(name, moment_s - previous_s, sizes[name]))
-        previous_s = moment_s
+    ready_s = {name: median(ready[place] for _, ready in seen) for place, name in enumerate(names)}
+    layers = layers_of((name, ready_s.get(name, 0.0), sizes[name]) for name in [*unused, *names])
     known = set(shapes.values())
     source = {
         "measured": "profile",

@@ -10,7 +10,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.watch import SeenStep
 from mgwfbp.timeline import Span, Timeline, predict
-from mgwfbp.trace import LayerTrace, ModelTrace
+from mgwfbp.trace import ModelTrace, layers_of
 
 __all__ = ["Gradients", "Observation", "sends", "timeline_of", "trace_of"]
 
@@ -116,10 +116,8 @@ def trace_of(steps: Sequence[SeenStep], gradients: Gradients, source: Mapping[st
     """Return when each gradient was ready, the median over steps."""
     forward_s = median(step.forward_s for step in steps)
     by_step = [gradients.ready_s(step) for step in steps]
-    ready_s = {name: max(forward_s, median(one[name] for one in by_step)) for name in gradients.names}
-    size_of, layers, previous_s = gradients.size_of, [], forward_s
+    ready_s = {name: median(one[name] for one in by_step) for name in gradients.names}
     # Equal moments keep the order of the first step.
-    for name in sorted(by_step[0], key=lambda name: ready_s[name]):
-        layers.append(LayerTrace(name, ready_s[name] - previous_s, size_of[name]))
-        previous_s = ready_s[name]
-    return ModelTrace(gradients.model, forward_s, tuple(layers), source)
+    order = sorted(by_step[0], key=lambda name: ready_s[name])
+    moments = [(name, ready_s[name], gradients.size_of[name]) for name in order]
+    return ModelTrace(gradients.model, forward_s, layers_of(moments, forward_s), source)
