@@ -1,7 +1,6 @@
 """``mgwfbp bench`` as a user runs it: files, usage, failures; with workers and under torchrun in real processes."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,13 +9,10 @@ import pytest
 from mgwfbp import BenchResult, LayerTrace, ModelTrace
 from mgwfbp.cli import run
 from mgwfbp.cli.workers import _free_port
+from tests.commands import mgwfbp
 from tests.train.ranks import fork_all
 
 FACTORY = ("--factory", "tests.measure.models:factory")
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-# Commands run in a folder of their own and still find the factories of the tests.
-ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 QUICK = ("--turns", "2", "--steps", "1", "--budget", "0.3")
 
 
@@ -27,23 +23,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ModelTrace("toy", 1e-3, layers).save("trace.json")
 
 
-def process(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "mgwfbp", "bench", *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    return done
-
-
 def test_a_replay_between_local_workers_writes_a_result_and_a_table() -> None:
     chosen = ("--strategies", "naive,ps,ddp,bucket-5,optimal", "--network-label", "loopback")
     files = ("-o", "result.json", "--markdown", "table.md")
-    done = process("--replay", "trace.json", "--scale", "2", "--workers", "2", *chosen, *QUICK, *files)
+    done = mgwfbp("bench", "--replay", "trace.json", "--scale", "2", "--workers", "2", *chosen, *QUICK, *files)
     assert done.returncode == 0, done.stderr
     result = BenchResult.load("result.json")
     assert [one.strategy for one in result.strategies] == ["naive", "ps", "ddp", "bucket-5", "optimal"]
@@ -65,7 +48,7 @@ def test_a_replay_between_local_workers_writes_a_result_and_a_table() -> None:
 
 def test_a_model_under_torchrun_is_measured_and_its_result_goes_to_stdout() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = process(*FACTORY, "--strategies", "wfbp,ddp", "--no-timelines", *QUICK, launcher=launcher)
+    done = mgwfbp("bench", *FACTORY, "--strategies", "wfbp,ddp", "--no-timelines", *QUICK, launcher=launcher)
     assert done.returncode == 0, done.stderr
     Path("result.json").write_text(done.stdout)
     result = BenchResult.load("result.json")

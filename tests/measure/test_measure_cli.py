@@ -13,32 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from mgwfbp import ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import run
+from tests.commands import ENVIRONMENT, LAUNCHER, mgwfbp
 from tests.measure.models import factory
 
 FACTORY = ("--factory", "tests.measure.models:factory")
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Workers count their threads themselves.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "OMP_NUM_THREADS")}
-# Commands run in a folder of their own and still find the factories of tests/measure/models.py.
-ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def process(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "mgwfbp", "measure", *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    return done
 
 
 def fails(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
@@ -83,7 +66,7 @@ def test_profile_writes_a_trace() -> None:
 
 
 def test_allreduce_between_local_workers_writes_a_cost() -> None:
-    done = process("allreduce", "--workers", "2", "--budget", "0.5", "--max-mb", "0.01", "-o", "cost.json")
+    done = mgwfbp("measure", "allreduce", "--workers", "2", "--budget", "0.5", "--max-mb", "0.01", "-o", "cost.json")
     assert done.returncode == 0, done.stderr
     cost = load_cost("cost.json")
     assert isinstance(cost, PiecewiseCost)
@@ -94,7 +77,7 @@ def test_allreduce_between_local_workers_writes_a_cost() -> None:
 
 
 def test_backward_between_local_workers_writes_one_trace() -> None:
-    done = process("backward", "--workers", "2", *FACTORY, "--steps", "2", "-o", "trace.json")
+    done = mgwfbp("measure", "backward", "--workers", "2", *FACTORY, "--steps", "2", "-o", "trace.json")
     assert done.returncode == 0, done.stderr
     trace = ModelTrace.load("trace.json")
     assert trace.source["ranks"] == 2
@@ -104,7 +87,7 @@ def test_backward_between_local_workers_writes_one_trace() -> None:
 
 def test_torchruns_workers_are_used() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = process("backward", *FACTORY, "--steps", "2", "-o", "trace.json", launcher=launcher)
+    done = mgwfbp("measure", "backward", *FACTORY, "--steps", "2", "-o", "trace.json", launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert ModelTrace.load("trace.json").source["ranks"] == 2
 
@@ -201,7 +184,9 @@ def test_a_failure_is_one_line_and_status_1_and_nothing_is_written(
 
 
 def test_a_model_that_fails_on_the_workers_is_one_line_on_every_rank() -> None:
-    done = process("backward", "--workers", "2", "--factory", "tests.measure.models:broken_factory", "-o", "trace.json")
+    done = mgwfbp(
+        "measure", "backward", "--workers", "2", "--factory", "tests.measure.models:broken_factory", "-o", "trace.json"
+    )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("mgwfbp")]
     assert sorted(line.partition(": ")[0] for line in lines) == ["mgwfbp, rank 0", "mgwfbp, rank 1"]
