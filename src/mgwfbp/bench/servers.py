@@ -49,12 +49,15 @@ def measure_servers(
         per_owner = LONG if size <= SMALL_BYTES else SHORT
         buffers = [torch.zeros(size // 4, device=device) for _ in range(per_owner * workers)]
         rounds = [
-            (_burst_s(servers, buffers[:1], device), _burst_s(servers, buffers, device) / len(buffers))
+            (_burst_s(servers, buffers[:1], device), _burst_s(servers, buffers, device))
             for _ in range(1 + ROUNDS)  # the first sets buffers up
         ]
-        times_s = slowest([median(one) for one in zip(*rounds[1:], strict=True)], device)
-        alone.append((size, times_s[0]))
-        shared.append((size, times_s[1]))
+        first_s, burst_s = slowest([median(one) for one in zip(*rounds[1:], strict=True)], device)
+        alone.append((size, first_s))
+        if servers.num_queues == 1:  # each further message adds the same
+            shared.append((size, max(0.0, burst_s - first_s) / (len(buffers) - 1)))
+        else:
+            shared.append((size, burst_s / len(buffers)))
         on_progress((index + 1) / len(sizes))
     return ServerCosts(
         _curve(shared, workers, "all servers"),
