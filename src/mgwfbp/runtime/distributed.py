@@ -33,6 +33,8 @@ __all__ = ["DistributedDataParallel"]
 
 PlanLike = MergePlan | str | os.PathLike[str]
 
+_TO_BEGIN = Tuning("working", "not begun")  # of a model that is being made and shall tune itself
+
 
 class DistributedDataParallel(TunableParallel):
     """Torch's `torch.nn.parallel.DistributedDataParallel`, with every argument and method of it, and plans.
@@ -61,12 +63,11 @@ class DistributedDataParallel(TunableParallel):
         self._plan: MergePlan | None = None
         self._watch: StrideWatch | None = None
         self._tuner: Tuner | None = None
-        self._tuning: Tuning | None
         self._requested = _unless_missing(plan)
         self._clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
         # A plan that this torch cannot hold was still meant to be the last word.
         reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
-        self._tuning = Tuning("off", reason) if reason else None  # None: to be tuned
+        self._tuning = Tuning("off", reason) if reason else _TO_BEGIN
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
         self._compares = self._requested is not None or given.get("init_sync", True)
         super().__init__(module, *args, **kwargs)
@@ -83,10 +84,7 @@ class DistributedDataParallel(TunableParallel):
     @property
     def tuning(self) -> Tuning:
         """What the tuner is doing or has found; printable."""
-        if self._tuner is not None:
-            return self._tuner.tuning
-        assert self._tuning is not None  # noqa: S101 - once a model is made, it tunes or there is a reason
-        return self._tuning
+        return self._tuning if self._tuner is None else self._tuner.tuning
 
     @contextmanager
     def observe(
@@ -209,7 +207,7 @@ class DistributedDataParallel(TunableParallel):
             return self._prepare(requested, parameters, sparse)
 
         with self.on_device():
-            self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning is None)
+            self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning == _TO_BEGIN)
 
     def wanted_buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[int]] | None:
         """Return the plan as indices into the Reducer's parameters."""
@@ -224,7 +222,7 @@ class DistributedDataParallel(TunableParallel):
         for hooks in ("_forward_pre_hooks", "_forward_hooks"):
             state[hooks] = OrderedDict((key, hook) for key, hook in state[hooks].items() if not _is_ours(hook))
         if self._tuner is not None:
-            state["_plan"] = state["_tuning"] = None
+            state["_plan"], state["_tuning"] = None, _TO_BEGIN
         return {**state, "_watch": None, "_tuner": None, "_listener": None, "_connected": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -233,7 +231,7 @@ class DistributedDataParallel(TunableParallel):
 
     def _finish(self) -> None:
         """Do what follows every construction, be it from the constructor, a pickle or a copy."""
-        if self._tuning is None:
+        if self._tuning == _TO_BEGIN:
             self._start_tuner()
         if self.cannot_hold:
             return

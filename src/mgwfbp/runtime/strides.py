@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mgwfbp.runtime.torch_private import drop_empty_hooks
+from mgwfbp.runtime.autograd_private import drop_empty_hooks
 
 __all__ = ["StrideWatch"]
 

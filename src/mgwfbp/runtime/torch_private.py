@@ -1,4 +1,4 @@
-"""Everything that touches a private name of torch: a DDP whose Reducer holds given buckets.
+"""What touches private names of torch's DDP: one whose Reducer holds given buckets, and what this torch lacks for it.
 
 [Note: how the Reducer holds a plan]
 Torch's Reducer gets its buckets twice. The constructor takes them as lists of parameter indices, in the order in which
@@ -24,26 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as torch_distributed
 
 from mgwfbp.errors import PlanError
 
-__all__ = [
-    "Listener",
-    "PlannableParallel",
-    "accumulates_into",
-    "drop_empty_hooks",
-    "find_tensors",
-    "missing",
-    "when_backward_has_ended",
-]
+__all__ = ["Listener", "PlannableParallel", "missing"]
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
 Listener = Callable[[int], Callable[[Any], None]]  # told the bytes of a message, returns who wants its future
 
-# What is used below, by owner. Newer settings (manual finalization, say) are looked for where they are used.
+# What is used here and in autograd_private.py, by owner. Newer settings (manual finalization, say) are looked for where
+# they are used.
 _NEEDED = {
     "DistributedDataParallel": (
         "_build_debug_param_to_name_mapping",
@@ -229,40 +221,6 @@ class PlannedReducer(_StockReducer):  # type: ignore[misc]
         self._group = new_process_group
 
 
-def drop_empty_hooks(parameter: Tensor) -> None:
-    """Let torch forget that a parameter had hooks on its gradient, once all are removed.
-
-    It would otherwise call into Python for an empty list at each backward pass.
-    """
-    if hasattr(parameter, "_backward_hooks") and not parameter._backward_hooks:
-        parameter._backward_hooks = None
-
-
-def find_tensors(output: object) -> Iterable[Tensor]:
-    """Walk over the tensors in what a model returned, as DDP itself does."""
-    found: Iterable[Tensor] = torch_distributed._find_tensors(output)
-    return found
-
-
-def accumulates_into(parameters: Iterable[Tensor]) -> bool:
-    """Say whether the backward pass under way adds to the gradient of any of these; ``autograd.grad`` does not."""
-    leaves = (get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad)
-    try:
-        return any(map(torch._C._will_engine_execute_node, leaves))
-    except RuntimeError:  # torch says so of a leaf whose gradient autograd.grad is to return
-        return False
-
-
-def when_backward_has_ended(callback: Callable[[], None]) -> None:
-    """Call back at the end of the backward pass that is under way, once the Reducer has averaged its gradients.
-
-    Autograd calls what was queued in the order in which it was, and the Reducer queues its own end with its last
-    gradient: what is queued by then comes after it.
-    """
-    queue = Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
-
-
 @contextmanager
 def _thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Let all parameters require gradients for a moment: a Reducer crashes on one that does not."""
@@ -377,9 +335,7 @@ class PlannableParallel(DistributedDataParallel):
                 return f"the communication hook {name} may keep state per bucket"
         if self.is_compiled:
             return "the model is compiled, and every change of buckets would compile it again"
-        if self.mixed_precision is not None:
-            return "with mixed_precision messages have other sizes than parameters"
-        return ""
+        return self.cannot_change
 
     def check_finished(self) -> None:
         """Raise where a backward pass has begun and its reduction has not ended."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mgwfbp.runtime.moments import Moment, Moments
-from mgwfbp.runtime.torch_private import (
-    PlannableParallel,
+from mgwfbp.runtime.autograd_private import (
     accumulates_into,
     drop_empty_hooks,
     find_tensors,
     when_backward_has_ended,
 )
+from mgwfbp.runtime.moments import Moment, Moments
+from mgwfbp.runtime.torch_private import PlannableParallel
 
 __all__ = ["SeenMessage", "SeenStep", "StepWatch"]
 
