@@ -74,6 +74,12 @@ def test_a_settled_model_has_nothing_left_on_it(whole: list[Any]) -> None:
     assert [found["left"] for rank in whole for found in rank.values()] == [[]] * 14
 
 
+def test_a_step_of_a_settled_model_calls_what_stock_ddp_calls_and_one_function_more(whole: list[Any]) -> None:
+    for name, found in [(name, found) for rank in whole for name, found in rank.items() if name != "hook"]:
+        assert found["more calls"] == {"PlannedReducer._rebuild_buckets": 1}, name
+        assert found["fewer calls"] == {}, name
+
+
 def test_steps_that_average_nothing_do_not_count_and_confuse_nobody(two_ranks: list[Any]) -> None:
     first, second = (told["odd_steps"] for told in two_ranks)
     for found in (first, second):

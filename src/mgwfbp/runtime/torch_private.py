@@ -117,12 +117,13 @@ def _misbehaviour() -> tuple[str, ...]:
             return [[0], [3, 1], [2]] if parameters[0].dtype is torch.float64 else [[2, 0], [3], [1]]
 
     try:
-        toy = ToyParallel(Toy(), process_group=_Script(), init_sync=False)
-        toy.check_held()
-        toy.reducer._push_all_rebuilt_params()
-        if not toy.reducer._rebuild_buckets():
-            return ("a Reducer that can be told to rebuild its buckets",)
-        toy.check_held()
+        for keeps in (False, True):
+            toy = ToyParallel(Toy(), process_group=_Script(), init_sync=False, find_unused_parameters=keeps)
+            toy.check_held()
+            toy.reducer._push_all_rebuilt_params()
+            if toy.reducer._rebuild_buckets() == keeps:
+                return (f"a Reducer that can be told to {'keep' if keeps else 'rebuild'} its buckets",)
+            toy.check_held()
     except Exception as error:  # whatever torch does here, the user's training must go on
         return (f"a Reducer that holds given buckets ({type(error).__name__}: {str(error).partition(chr(10))[0]})",)
     return ()
@@ -187,11 +188,19 @@ class PlannedReducer(_StockReducer):  # type: ignore[misc]
     """A Reducer that gets the plan's buckets at birth and again whenever torch would make its own."""
 
     def __init__(
-        self, parameters: list[Tensor], buckets: Buckets, limits: list[int], group: Any, *args: Any, **kwargs: Any
+        self,
+        parameters: list[Tensor],
+        buckets: Buckets,
+        sizes: list[int],
+        group: Any,
+        *args: Any,
+        keeps: bool,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(parameters, buckets, limits, group, *args, **kwargs)
+        super().__init__(parameters, buckets, sizes, group, *args, **kwargs)
         self._buckets, self._group, self._script = buckets, group, _Script()
-        self._settled = False  # whether torch has rebuilt, after which it does not ask again
+        self._keeps = keeps  # whether torch leaves these buckets alone, as it does where it looks for unused parameters
+        self._settled = keeps  # or has rebuilt, after which it does not ask again
 
     def _rebuild_buckets(self) -> bool:
         if not self._settled:
@@ -214,7 +223,11 @@ class PlannedReducer(_StockReducer):  # type: ignore[misc]
 
     def _reset_state(self) -> None:
         super()._reset_state()
-        self._settled = False
+        self._settled = self._keeps
+
+    def _set_static_graph(self) -> None:
+        super()._set_static_graph()
+        self._keeps = self._settled = False
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)
@@ -235,7 +248,7 @@ def _thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _planned_reducers(parameters: list[nn.Parameter], buckets: Buckets) -> Iterator[None]:
+def _planned_reducers(parameters: list[nn.Parameter], buckets: Buckets, *, keeps: bool) -> Iterator[None]:
     """Let the Reducer that is made of exactly this list of parameters be one that holds these buckets."""
     sizes = [sum(parameters[index].nbytes for index in bucket) for bucket in buckets]
     with _LOCK:
@@ -244,7 +257,7 @@ def _planned_reducers(parameters: list[nn.Parameter], buckets: Buckets) -> Itera
         def make(of: list[Tensor], stock_buckets: Buckets, limits: list[int], *args: Any, **kwargs: Any) -> Any:
             if of is not parameters:  # another thread's
                 return stock(of, stock_buckets, limits, *args, **kwargs)
-            return PlannedReducer(of, buckets, sizes, *args, **kwargs)
+            return PlannedReducer(of, buckets, sizes, *args, keeps=keeps, **kwargs)
 
         _c10d.Reducer = make
         try:
@@ -447,7 +460,7 @@ class PlannableParallel(DistributedDataParallel):
         if buckets is None:
             super()._ddp_init_helper(parameters, *args, **kwargs)
             return
-        with _planned_reducers(parameters, buckets):
+        with _planned_reducers(parameters, buckets, keeps=self.find_unused_parameters):
             super()._ddp_init_helper(parameters, *args, **kwargs)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
