@@ -6,7 +6,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -71,15 +71,14 @@ class Machine:
                     found[int(entry.name)] = environment
         return found
 
-    def networks(self) -> set[str]:
-        """Return the network namespaces, other than our own, of our labs' processes."""
-        found = set()
-        for pid in self.processes():
-            try:
-                found.add(str(Path(f"/proc/{pid}/ns/net").readlink()))
-            except OSError:
-                continue  # it has just ended
-        return found - {str(Path("/proc/self/ns/net").readlink())}
+    def networks(self) -> dict[str, Path]:
+        """Return the network namespaces, other than our own, of our labs' processes, and where to find each."""
+        found = {}
+        for path in [Path(f"/proc/{pid}/ns/net") for pid in self.processes()]:
+            with suppress(OSError):  # it has just ended
+                found[str(path.readlink())] = path
+        found.pop(str(Path("/proc/self/ns/net").readlink()), None)
+        return found
 
     def check_nothing_is_left(self, *, directories: int = 0) -> None:
         """Compare with what was there before: no process (and so no namespace without a name), link, or directory."""

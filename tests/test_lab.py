@@ -11,7 +11,7 @@ import pytest
 
 from mgwfbp.errors import LabError
 from mgwfbp.lab import Cluster, Line, parse_rate, run_lab
-from tests.lab_tools import LAB, Machine, skip_without_a_lab
+from tests.lab_tools import LAB, Machine, skip_without_a_lab, wait_for_lines
 
 skip_without_a_lab()
 
@@ -239,6 +239,26 @@ def test_a_congestion_control_that_the_kernel_does_not_have_is_one_clear_line(ma
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "congestion control 'no_such' cannot be used" in done.stderr
     assert "hosts may use: " in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may look into the lab's networks from outside")
+def test_one_core_receives_all_packets_of_a_connection_so_that_none_overtakes_another(machine: Machine) -> None:
+    show = "mount -t sysfs sysfs /sys && cd /sys/class/net && grep . */queues/rx-0/rps_cpus"
+    found: dict[str, list[int]] = {}
+    with machine.lab("--hosts", "3", *ONE_GBIT, "--", "sh", "-c", "echo here; sleep 60") as process:
+        wait_for_lines(process, "here", 3)
+        for network in machine.networks().values():
+            command = ["nsenter", f"--net={network}", "unshare", "--mount", "sh", "-c", show]
+            for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+                file, mask = line.split(":")
+                found.setdefault(file.split("/")[0], []).append(int(mask.replace(",", ""), 16).bit_count())
+    cores = os.cpu_count()
+    assert {name: masks for name, masks in found.items() if name not in ("lo", "switch")} == {
+        "host0": [cores],
+        "host1": [cores],
+        "host2": [cores],
+        "lab0": [cores] * 3,
+    }
 
 
 def test_neither_ip_nor_tc_is_needed(machine: Machine) -> None:

@@ -1,6 +1,7 @@
 """Hosts, a switch and shaped links, made with rtnetlink: neither ``ip`` nor ``tc`` is needed."""
 
 import errno
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from mgwfbp.errors import LabError
 from mgwfbp.lab.cluster import INTERFACE, Cluster
-from mgwfbp.lab.kernel import forbidden, inside, new_network
+from mgwfbp.lab.kernel import forbidden, inside, new_network, own_sys
 from mgwfbp.units import quote
 
 __all__ = ["STEADY_TCP", "Shaping", "build_hosts", "shaping"]
@@ -78,7 +79,9 @@ def build_hosts(cluster: Cluster) -> list[int]:
             switch.link("add", ifname="switch", kind="bridge", mtu=cluster.mtu_bytes)
             bridge = switch.link_lookup(ifname="switch")[0]
             switch.link("set", index=bridge, state="up")
-            return [_add_host(switch, bridge, cluster, host) for host in range(cluster.num_hosts)]
+            networks = [_add_host(switch, bridge, cluster, host) for host in range(cluster.num_hosts)]
+            _keep_in_order(*(cluster.host_name(host) for host in range(cluster.num_hosts)))
+            return networks
     except NetlinkError as error:
         if error.code in (errno.EPERM, errno.EACCES):
             raise forbidden(OSError(error.code, str(error.args[-1]))) from error
@@ -124,6 +127,7 @@ def _add_host(switch: Any, bridge: int, cluster: Cluster, host: int) -> int:
         inner.addr("add", index=interface, address=cluster.address(host), prefixlen=24)
         inner.link("set", index=_LOOPBACK, state="up")
         inner.link("set", index=interface, state="up")
+        _keep_in_order(INTERFACE)
     return network
 
 
@@ -141,6 +145,28 @@ def _set_tcp(congestion_control: str) -> None:
     with suppress(OSError):
         # A pause is the computation between messages, not a sign that the way has changed.
         (_TCP / "tcp_slow_start_after_idle").write_text("0")
+
+
+def _keep_in_order(*names: str) -> None:
+    """Let one core, chosen by its addresses, receive all packets of a connection, where the kernel allows it.
+
+    Otherwise the core receives that sent: packets from two of them overtake each other, TCP takes them for lost, and
+    sends them again and slower.
+    """
+    with suppress(OSError), own_sys() as folder:
+        for name in names:
+            file = folder / "class" / "net" / name / "queues" / "rx-0" / "rps_cpus"
+            file.write_text(_all_cores(os.cpu_count() or 1), encoding="ascii")
+
+
+def _all_cores(num_cores: int) -> str:
+    """Return the set of so many cores as the kernel writes it.
+
+    >>> _all_cores(2), _all_cores(40)
+    ('3', 'ff,ffffffff')
+    """
+    digits = f"{(1 << num_cores) - 1:x}"
+    return ",".join(digits[max(0, end - 8) : end] for end in reversed(range(len(digits), 0, -8)))
 
 
 def _add_bucket(netlink: Any, index: int, bucket: Shaping, parent: int | None = None) -> None:

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from mgwfbp.errors import LabError
 
-__all__ = ["cover_file", "die_with_parent", "forbidden", "inside", "make_namespaces", "mount_own_proc", "new_network"]
+__all__ = [
+    "cover_file",
+    "die_with_parent",
+    "forbidden",
+    "inside",
+    "make_namespaces",
+    "mount_own_proc",
+    "new_network",
+    "own_sys",
+]
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
@@ -25,6 +34,7 @@ _CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 
 # Each of these forbids an ordinary user to make namespaces when it has this value.
@@ -145,3 +155,13 @@ def inside(network: int) -> Iterator[None]:
     finally:
         _call("setns", here, _CLONE_NEWNET)
         os.close(here)
+
+
+@contextmanager
+def own_sys() -> Iterator[Path]:
+    """Let ``/sys`` show the current network namespace for a while, for us and our children only."""
+    _call("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC), None)
+    try:
+        yield Path("/sys")
+    finally:
+        _call("umount2", b"/sys", _MNT_DETACH)
