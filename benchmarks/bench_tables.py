@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgwfbp import BenchResult
-from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary
+from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary, noise_summary
 from mgwfbp.units import format_seconds
 
 MARKER = "<!-- everything below is written by bench_tables.py -->"
@@ -102,12 +102,23 @@ def cells(results: Sequence[BenchResult]) -> Iterator[str]:
         yield (
             f"{result.source['date']}, load {result.source['load'][0]} at the start; {result.source['turns']} turns of "
             f"{result.source['steps']}; without communication {format_seconds(result.compute_s)}, {alone:+.2%} of the "
-            f"recorded time; {error_summary(result)}.\n"
+            f"recorded time; {error_summary(result)}{meters(result)}.\n"
         )
         yield from table(bench_titles(result), bench_rows(result))
         if "auto" in known(result):
             faster = beaten_by(result, "auto")
             yield f"Faster than `auto` beyond the spread: {', '.join(faster) or 'none'}.\n"
+        if noise := noise_summary(result):
+            yield f"{noise[0].upper()}{noise[1:]}.\n"
+
+
+def meters(result: BenchResult) -> str:
+    tcp, processors = result.source.get("tcp"), result.source.get("processors")
+    text = f"; TCP sent {tcp['sent_again']} of {tcp['sent']} packets of a host again" if tcp else ""
+    if processors:
+        busy = 1 - (processors["idle"] + processors["stolen"]) / processors["all"]
+        text += f"; processors {busy:.0%} busy, {processors['stolen'] / processors['all']:.1%} taken away"
+    return text
 
 
 def repeated(results: Sequence[BenchResult], repeats: Sequence[BenchResult]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What all-reduces take between emulated hosts, by TCP's congestion control.
+"""What all-reduces take between emulated hosts, and what TCP makes of the links, by its congestion control.
 
 for name in bbr reno bbr reno bbr reno; do
   mgwfbp lab --hosts 4 --rate 1gbit --congestion-control $name -- python benchmarks/lab_tcp.py $name
@@ -12,6 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from mgwfbp.cli.machine import tcp_counts
 from mgwfbp.runtime.gloo import init_process_group
 from mgwfbp.units import format_bytes, format_seconds
 
@@ -31,6 +32,13 @@ def main() -> None:
                 f"from {format_seconds(times_s[0]):>9} to {format_seconds(times_s[-1]):>9}",
                 flush=True,
             )
+    counts = torch.tensor(list(tcp_counts().values()))  # of this host, which is as old as this run
+    dist.all_reduce(counts)
+    if dist.get_rank() == 0:
+        sent, again, early = counts.tolist()
+        print(
+            f"{sys.argv[1]:5} all hosts sent {sent} packets, {again} of them again; {early} came too early", flush=True
+        )
     dist.destroy_process_group()
 
 

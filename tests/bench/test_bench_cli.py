@@ -36,6 +36,9 @@ def test_a_replay_between_local_workers_writes_a_result_and_a_table() -> None:
     assert all(one.predicted_s is not None for one in result.strategies)
     assert "--replay trace.json" in result.source["command"]
     assert result.source["torch"]
+    assert result.source["tcp"]["sent"] > 2 * result.source["tcp"]["sent_again"] >= 0
+    processors = result.source["processors"]
+    assert processors["all"] > processors["idle"] + processors["stolen"] >= 0  # somebody worked
     table = Path("table.md").read_text()
     assert "## toy, 2 workers, loopback" in table
     assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == [

@@ -1,13 +1,14 @@
 """Strategies side by side on three real ranks."""
 
 import json
+from itertools import combinations
 from typing import Any
 
 import pytest
 from hypothesis import given
 
 from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, StrategyError, predict
-from mgwfbp.bench.contenders import Contender, Known, Measured, check_strategies, predict_contender
+from mgwfbp.bench.contenders import HOOKED, Contender, Known, Measured, check_strategies, predict_contender
 from mgwfbp.bench.servers import ServerCosts, predict_servers
 from tests.bench.ranks import PLANNED, STRATEGIES, all_scenarios
 from tests.examples import linear_costs, make_trace, traces
@@ -54,6 +55,15 @@ def test_a_contest_gives_a_result_for_every_strategy_in_the_order_asked_for(rank
     assert result["single"].num_messages == 1
     assert result.compute_s >= result.source["recorded_compute_s"]
     assert result.source["tuning"]["state"] == "settled"
+
+
+def test_a_contest_says_which_strategies_sent_the_same_messages_in_the_same_way(ranks: list[Any]) -> None:
+    result = BenchResult.from_json(ranks[0]["sides"]["result"])
+    # Those two send the messages of wfbp, but after the backward pass, and through servers.
+    groups = {one.strategy: one.plan.groups for one in result.strategies if one.plan and one.strategy not in HOOKED}
+    pairs = [(one, other) for one, other in combinations(groups, 2) if groups[one] == groups[other]]
+    assert list(result.source["same_plan"]) == pairs
+    assert ("bucket", "ddp") in pairs  # buckets of 25 MiB and torch's own hold this small model in the same way
 
 
 def test_a_contest_learns_what_messages_and_gradients_take_in_training(ranks: list[Any]) -> None:

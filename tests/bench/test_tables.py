@@ -1,7 +1,9 @@
 """Tables of results: computed, not drawn."""
 
+from dataclasses import replace
+
 from mgwfbp import BenchResult, StrategyResult
-from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary
+from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary, noise_summary
 
 
 def result(compute_s: float, **turns_s: float) -> BenchResult:
@@ -66,3 +68,9 @@ def test_two_runs_disagree_only_where_both_are_sure_of_opposite_orders() -> None
 def test_a_strategy_is_beaten_only_beyond_the_spread() -> None:
     result = spread(auto=(2.0, 3.0), near=(1.5, 2.5), fast=(1.0, 1.5), slow=(4.0, 5.0))
     assert beaten_by(result, "auto") == ["fast"]
+
+
+def test_strategies_with_the_same_plan_show_the_noise() -> None:
+    found = replace(result(0.1, ddp=0.2, optimal=0.16, auto=0.21), source={"same_plan": [["ddp", "auto"]]})
+    assert noise_summary(found) == "the same plan twice, apart by: ddp and auto 5.0%"
+    assert noise_summary(result(0.1, ddp=0.2)) == ""

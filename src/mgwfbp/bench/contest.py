@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 from mgwfbp.bench.arena import Arena
-from mgwfbp.bench.contenders import Contender, Known, Measured, make_contender, predict_contender
+from mgwfbp.bench.contenders import HOOKED, Contender, Known, Measured, make_contender, predict_contender
 from mgwfbp.bench.learning import Learnt, after_backward, learn, observe
 from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
@@ -117,6 +118,7 @@ def contest(
             "turns": schedule.turns,
             "steps": schedule.steps,
             "settle": schedule.settle,
+            "same_plan": [list(pair) for pair in _same_plan(contenders)],
             "compute_turns_s": turns_s[ALONE],
             "recorded_compute_s": case.trace.compute_s,
             "learnt": learns,
@@ -154,6 +156,12 @@ def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> di
         seen[contender.strategy] = after_backward(timeline) if contender.strategy == "naive" else timeline
         heard.on_steps(1 + WATCHED_STEPS)
     return seen
+
+
+def _same_plan(contenders: Sequence[Contender]) -> list[tuple[str, str]]:
+    """Return the pairs of strategies that send the same messages in the same way."""
+    plans = {one.strategy: one.plan.groups for one in contenders if one.strategy not in HOOKED}
+    return [pair for pair in combinations(plans, 2) if plans[pair[0]] == plans[pair[1]]]
 
 
 def _told(tuning: Tuning) -> dict[str, Any]:

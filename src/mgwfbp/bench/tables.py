@@ -2,7 +2,7 @@
 
 from mgwfbp.results import BenchResult, StrategyResult
 
-__all__ = ["beaten_by", "bench_rows", "bench_titles", "disagreements", "error_summary"]
+__all__ = ["beaten_by", "bench_rows", "bench_titles", "disagreements", "error_summary", "noise_summary"]
 
 
 def bench_titles(result: BenchResult) -> tuple[str, ...]:
@@ -83,3 +83,15 @@ def disagreements(first: BenchResult, second: BenchResult) -> list[tuple[str, st
 def beaten_by(result: BenchResult, strategy: str) -> list[str]:
     """Return the strategies that are faster than this one beyond the spread of both."""
     return [one.strategy for one in result.strategies if one.high_s < result[strategy].low_s]
+
+
+def noise_summary(result: BenchResult) -> str:
+    """Say how far strategies were apart that sent the same messages, and so what differences mean nothing.
+
+    Empty where no two did: what a run's noise is beyond the spread of turns, it then does not tell.
+    """
+    apart = []
+    for names in result.source.get("same_plan", ()):
+        fast_s, slow_s = sorted(result[name].measured_s for name in names)
+        apart.append(f"{' and '.join(names)} {slow_s / fast_s - 1:.1%}")
+    return f"the same plan twice, apart by: {', '.join(apart)}" if apart else ""

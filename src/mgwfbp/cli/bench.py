@@ -1,20 +1,15 @@
 """``mgwfbp bench``: strategies side by side, measured."""
 
-import os
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.document import Grid, Section, to_markdown
+from mgwfbp.cli.machine import describe_run, processor_counts, tcp_counts
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import check_writable, print_table, talk, write_record
 from mgwfbp.cli.progress import progress_bar
@@ -190,54 +185,24 @@ def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: boo
     total = num_steps(names, schedule, learns=learns, timelines=timelines)
     with progress_bar("steps", total, shown=rank() == 0) as advance:
         listener = Listener(on_steps=advance, on_turn=on_turn, on_phase=_tell)
-        return contest(case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=_source())
-
-
-def _source() -> dict[str, Any]:
-    """Say what was run where, for whoever reads the result."""
-    import torch
-
-    import mgwfbp
-
-    return {
-        "command": shlex.join(["mgwfbp", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "mgwfbp": mgwfbp.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "processor": _processor(),
-        "congestion_control": _congestion_control(),
-        "cores": os.cpu_count(),
-        "load": [round(load, 1) for load in os.getloadavg()],  # before the first step
-        "nice": os.nice(0),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        tcp, processors = tcp_counts(), processor_counts()
+        result = contest(
+            case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=describe_run()
+        )
+    during = {
+        "tcp": {name: count - tcp[name] for name, count in tcp_counts().items()},
+        "processors": {name: count - processors[name] for name, count in processor_counts().items()},
     }
-
-
-def _congestion_control() -> str:
-    """Return TCP's, where the kernel tells it: it decides how long a message takes after a pause."""
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="utf-8").strip()
-    except OSError:
-        return "unknown"
-
-
-def _processor() -> str:
-    """Return the processor's name, where the kernel tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return replace(result, source={**result.source, **during})
 
 
 def _show(result: BenchResult, output: str | None, markdown: str | None) -> None:
-    from mgwfbp.bench.tables import bench_rows, bench_titles, error_summary
+    from mgwfbp.bench.tables import bench_rows, bench_titles, error_summary, noise_summary
 
     titles, rows = bench_titles(result), bench_rows(result)
     write_record(result, output)
-    summary = f"computation alone {format_seconds(result.compute_s)}; {error_summary(result)}"
+    alone = f"computation alone {format_seconds(result.compute_s)}"
+    summary = "; ".join(filter(None, (alone, error_summary(result), noise_summary(result))))
     if output is not None:
         print_table(titles, rows)
     talk(f"{result!r}; {summary}")
