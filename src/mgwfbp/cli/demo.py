@@ -113,6 +113,8 @@ def _show(runs: Sequence[TrainingRun]) -> None:
         before, after = (format_seconds(tuning[name]) for name in ("before_s", "after_s"))
         typer.echo("These runs came one after the other, so what else the machine did meanwhile is in their speeds.")
         typer.echo(f"In turns within one run, by the tuner: DDP's buckets {before} a step, the chosen plan {after}.")
+        if tuned.plan is not None and tuned.plan.planner == "ddp":
+            typer.echo("They are the same: of all plans that were tried here, none was faster than DDP's own buckets.")
     elif tuning.get("reason"):  # it gave up
         typer.echo(f"the tuner kept DDP's own buckets: {tuning['reason']}")
     else:
