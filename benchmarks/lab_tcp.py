@@ -12,7 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from mgwfbp.cli.machine import tcp_counts
+from mgwfbp.cli.machine import meters
 from mgwfbp.runtime.gloo import init_process_group
 from mgwfbp.units import format_bytes, format_seconds
 
@@ -32,7 +32,7 @@ def main() -> None:
                 f"from {format_seconds(times_s[0]):>9} to {format_seconds(times_s[-1]):>9}",
                 flush=True,
             )
-    counts = torch.tensor(list(tcp_counts().values()))  # of this host, which is as old as this run
+    counts = torch.tensor(list(meters()["tcp"].values()))  # of this host, which is as old as this run
     dist.all_reduce(counts)
     if dist.get_rank() == 0:
         sent, again, early = counts.tolist()

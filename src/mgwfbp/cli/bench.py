@@ -9,7 +9,7 @@ import typer
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.document import Grid, Section, to_markdown
-from mgwfbp.cli.machine import describe_run, processor_counts, tcp_counts
+from mgwfbp.cli.machine import describe_run, meters, since
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import check_writable, print_table, talk, write_record
 from mgwfbp.cli.progress import progress_bar
@@ -185,15 +185,9 @@ def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: boo
     total = num_steps(names, schedule, learns=learns, timelines=timelines)
     with progress_bar("steps", total, shown=rank() == 0) as advance:
         listener = Listener(on_steps=advance, on_turn=on_turn, on_phase=_tell)
-        tcp, processors = tcp_counts(), processor_counts()
-        result = contest(
-            case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=describe_run()
-        )
-    during = {
-        "tcp": {name: count - tcp[name] for name, count in tcp_counts().items()},
-        "processors": {name: count - processors[name] for name, count in processor_counts().items()},
-    }
-    return replace(result, source={**result.source, **during})
+        source, before = describe_run(), meters()
+        result = contest(case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=source)
+    return replace(result, source={**result.source, **since(before)})
 
 
 def _show(result: BenchResult, output: str | None, markdown: str | None) -> None:

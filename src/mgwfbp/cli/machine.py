@@ -4,11 +4,12 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_run", "processor_counts", "tcp_counts"]
+__all__ = ["describe_run", "meters", "since"]
 
 
 def describe_run() -> dict[str, Any]:
@@ -50,7 +51,20 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def tcp_counts() -> dict[str, int]:
+def meters() -> dict[str, dict[str, int]]:
+    """Return what the kernel counts of all that can make steps uneven: packets, and ticks of the processors."""
+    return {"tcp": _tcp_counts(), "processors": _processor_counts()}
+
+
+def since(before: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return how far the meters have gone since `before`."""
+    return {
+        meter: {name: count - before[meter][name] for name, count in counts.items()}
+        for meter, counts in meters().items()
+    }
+
+
+def _tcp_counts() -> dict[str, int]:
     """Return what TCP has counted on this host: packets sent, those sent again, and those that came too early.
 
     A network that loses or mixes up packets makes steps uneven. Empty where the kernel does not tell.
@@ -67,7 +81,7 @@ def tcp_counts() -> dict[str, int]:
         return {}
 
 
-def processor_counts() -> dict[str, int]:
+def _processor_counts() -> dict[str, int]:
     """Return the ticks of this machine's processors so far: idle, taken away for other machines ("stolen"), and all.
 
     A virtual machine whose processors are taken away makes steps uneven. Empty where the kernel does not tell.

@@ -153,9 +153,9 @@ def _keep_in_order(*names: str) -> None:
     Otherwise the core receives that sent: packets from two of them overtake each other, TCP takes them for lost, and
     sends them again and slower.
     """
-    with suppress(OSError), own_sys() as folder:
+    with suppress(OSError), own_sys():
         for name in names:
-            file = folder / "class" / "net" / name / "queues" / "rx-0" / "rps_cpus"
+            file = Path("/sys/class/net", name, "queues", "rx-0", "rps_cpus")
             file.write_text(_all_cores(os.cpu_count() or 1), encoding="ascii")
 
 

@@ -158,10 +158,10 @@ def inside(network: int) -> Iterator[None]:
 
 
 @contextmanager
-def own_sys() -> Iterator[Path]:
+def own_sys() -> Iterator[None]:
     """Let ``/sys`` show the current network namespace for a while, for us and our children only."""
     _call("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC), None)
     try:
-        yield Path("/sys")
+        yield
     finally:
         _call("umount2", b"/sys", _MNT_DETACH)
