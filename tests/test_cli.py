@@ -175,6 +175,20 @@ def test_cost_fits_a_sweep(folder: Path) -> None:
     assert isinstance(load_cost(folder / "c.json"), PiecewiseCost)
 
 
+def test_a_fit_that_is_far_off_says_what_to_do_about_it(folder: Path) -> None:
+    # Two levels that take turns: neither a line nor a curve that never falls is near them.
+    rows = [
+        f"{size} {(1e-4 if place % 2 else 9e-4) + 1e-9 * size}\n"
+        for place, size in enumerate(range(1000, 30_000, 1000))
+    ]
+    (folder / "sweep.txt").write_text("".join(rows))
+    command = ("cost", "--points", "sweep.txt", "--workers", "4", "-o", "c.json")
+    assert "measure again" in run(folder, *command).stderr
+    assert "--kind piecewise" in run(folder, *command, "--kind", "linear").stderr
+    (folder / "sweep.txt").write_text("".join(f"{size} {1e-4 + 1e-9 * size}\n" for size in (4, 1000, 10**6)))
+    assert "measure again" not in run(folder, *command).stderr
+
+
 def test_cost_of_a_preset_network(folder: Path) -> None:
     run(folder, "cost", "--network", "10GbE", "--workers", "8", "-o", "c.json")
     cost = load_cost(folder / "c.json")

@@ -176,6 +176,22 @@ def test_the_slope_beyond_comes_from_sizes_a_factor_apart() -> None:
     assert cost(10**8) == pytest.approx(1e-4 + 0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[::2], SIZES[::3], SIZES[-5:], SIZES[-3:]])
+def test_a_clean_sweep_that_bends_keeps_its_points_however_sparse_it_is(sizes: list[int]) -> None:
+    samples = [(size, 5e-5 + 1.1e-9 * size + 8e-8 * size**0.6) for size in sizes]
+    found = fit(samples, 4, kind="piecewise")
+    assert found.worst_error < 0.05
+    assert found.cost(sizes[-1]) == pytest.approx(samples[-1][1], rel=1e-9)
+
+
+def test_a_jump_near_the_largest_size_is_kept() -> None:
+    # As an MPI library switches its algorithm at 512 kB in a sweep that ends at 1 MB.
+    samples = [(2**k, 6e-5 + 1e-9 * 2**k if k < 19 else 9e-4 + 1.3e-9 * 2**k) for k in range(2, 21)]
+    found = fit(samples, 8, kind="piecewise")
+    assert found.mean_error < 0.016
+    assert found.cost(2**19) == pytest.approx(samples[-2][1], rel=0.02)
+
+
 def test_of_another_cost_only_its_least_is_known() -> None:
     assert cheapest_s(TableCost((2.0, 3.0, 3.0)), 2) == 2.0
 

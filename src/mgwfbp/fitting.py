@@ -15,7 +15,7 @@ from mgwfbp.errors import CostError
 from mgwfbp.record import check_count, check_items, check_real
 from mgwfbp.units import quote
 
-__all__ = ["Fit", "FitKind", "Sample", "fit"]
+__all__ = ["Fit", "FitKind", "Sample", "fit", "fit_quality", "nearest_line", "never_falling"]
 
 Sample = tuple[int, float]  # (bytes, seconds)
 FitKind = Literal["auto", "linear", "piecewise"]
@@ -32,6 +32,11 @@ SHORTEST_S = 1e-12
 MAX_KNOTS = 96
 # So many sizes, evenly picked, are enough to see any curve; and so many of the largest to see where it ends.
 MAX_SIZES, NEAR_LARGEST = 1000, 100
+# The largest size is taken for a mistake where it is off the line through its neighbours by more than this part, and by
+# more than so many times what any of them is off: a curve that bends is off its own chords too.
+MISTAKE, TIMES_OTHERS = 0.25, 4.0
+# The curve goes on, at the slope of its large sizes, to a point at so many times the largest.
+BEYOND = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +91,34 @@ def _medians(samples: Sequence[Sample]) -> tuple[_Floats, _Floats]:
 
 
 def _fit_linear(sizes: _Floats, times: _Floats, workers: int, source: Mapping[str, Any]) -> Fit:
-    """Minimise sum_i |a + b M_i - t_i| / t_i over a, b >= 0.
+    startup_s, per_byte_s = nearest_line(sizes, times)
+    return _judge(LinearCost(workers, startup_s, per_byte_s, source), sizes, times)
+
+
+def nearest_line(
+    x: _Floats, y: _Floats, weights: _Floats | None = None, *, height_penalty: float = 0.0
+) -> tuple[float, float]:
+    r"""Return the height a and the slope b of the line with the least sum of relative errors, neither negative.
+
+    .. math:: \sum_i w_i \frac{|a + b x_i - y_i|}{y_i} + \lambda \frac{a}{\min_i y_i}
+
+    with :math:`w` ``weights`` (1 if not given) and :math:`\lambda` ``height_penalty``: where points so near one another
+    cannot tell a height from a slope, a penalty lets the slope have it. All y must be above 0.
 
     For a given a the best b is a weighted median; what remains is convex in a, so a golden-section search finds it.
     """
+    weights = np.ones_like(y) if weights is None else weights
+    positive = x > 0
+    slope_weights = (weights * x / y)[positive]
 
-    def best_slope(startup_s: float) -> float:
-        positive = sizes > 0
-        slopes = (times[positive] - startup_s) / sizes[positive]
-        return max(0.0, _weighted_median(slopes, sizes[positive] / times[positive]))
+    def best_slope(height: float) -> float:
+        return max(0.0, _weighted_median((y[positive] - height) / x[positive], slope_weights))
 
-    def error(startup_s: float) -> float:
-        return float(np.mean(np.abs(startup_s + best_slope(startup_s) * sizes - times) / times))
+    def error(height: float) -> float:
+        missed = np.abs(height + best_slope(height) * x - y) / y
+        return float(np.sum(weights * missed) + height_penalty * height / y.min())
 
-    low, high = 0.0, float(times.max())
+    low, high = 0.0, float(y.max())
     golden = (math.sqrt(5) - 1) / 2
     for _ in range(100):  # 0.618^100 is below a double's resolution
         left, right = high - golden * (high - low), low + golden * (high - low)
@@ -107,8 +126,8 @@ def _fit_linear(sizes: _Floats, times: _Floats, workers: int, source: Mapping[st
             high = right
         else:
             low = left
-    startup_s = min((0.0, low, high), key=error)
-    return _judge(LinearCost(workers, startup_s, best_slope(startup_s), source), sizes, times)
+    height = min((0.0, low, high), key=error)
+    return height, best_slope(height)
 
 
 def _weighted_median(values: _Floats, weights: _Floats) -> float:
@@ -121,14 +140,12 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     """Choose knots among the sizes, on the nearest curve that never falls, that leave the least relative error."""
     kept = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_SIZES)).round().astype(int))
     all_sizes, all_times, sizes, times = sizes, times, sizes[kept], times[kept]
-    level = _never_falling(np.append(times[:-1], _largest_s(sizes, times)))
+    largest_s, slope = _end_of(sizes, times)
+    level = never_falling(np.append(times[:-1], largest_s))
     knots = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_KNOTS)).round().astype(int))
     error = np.full((len(knots), len(knots)), np.inf)  # of the segment from one knot to another, first end included
     for row, first in enumerate(knots):
-        for column in range(row + 1, len(knots)):
-            last = knots[column]
-            if column == len(knots) - 1 and not _may_be_last(sizes[[first, last]], level[[first, last]], sizes, level):
-                continue
+        for column, last in enumerate(knots[row + 1 :], row + 1):
             line = np.interp(sizes[first:last], sizes[[first, last]], level[[first, last]])
             error[row, column] = np.sum(np.abs(line - times[first:last]) / times[first:last])
     best = error[0]  # of a curve of so many segments from the first knot to each
@@ -144,55 +161,68 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
         curves.append((best[-1], [0, *reversed(path)]))
     goal = min(total for total, _ in curves) + SEGMENT_IS_WORTH * len(sizes)
     _, chosen = next(curve for curve in curves if curve[0] <= goal)
-    points = tuple((int(sizes[index]), float(level[index])) for index in knots[chosen])
-    return _judge(PiecewiseCost(workers, points, source), all_sizes, all_times)
+    points = [(int(sizes[index]), float(level[index])) for index in knots[chosen]]
+    largest, level_s = points[-1]
+    points.append((BEYOND * largest, level_s + slope * (BEYOND - 1) * largest))
+    return _judge(PiecewiseCost(workers, tuple(points), source), all_sizes, all_times)
 
 
-def _largest_s(sizes: _Floats, times: _Floats) -> float:
-    """Return the time of the largest size as it and those near it have it.
+def _end_of(sizes: _Floats, times: _Floats) -> tuple[float, float]:
+    """Return the time of the largest size, and the slope at which larger ones go on.
 
-    It is always a knot and sets the slope of all that is larger, with no neighbour beyond it to outvote it. So it is
-    put on the line through the sizes down to a sixteenth: the median of the slopes between all pairs (Theil and Sen),
-    which one wrong size in five does not move.
+    Both set what all larger messages take, with no neighbour beyond to outvote them. So the slope is the median of
+    those between all pairs of sizes down to a quarter, five at least (Theil and Sen: one wrong in five does not move
+    it). The time is the measured one, unless it is clearly a mistake (`MISTAKE`); then it is put on that line.
     """
-    near = max(len(sizes) - NEAR_LARGEST, min(len(sizes) - 5, int(np.searchsorted(sizes, sizes[-1] / 16))))
-    if near < 0:
-        return float(times[-1])
+    near = max(0, len(sizes) - NEAR_LARGEST, min(len(sizes) - 5, int(np.searchsorted(sizes, sizes[-1] / 4))))
     x, y = sizes[near:], times[near:]
+    height, slope = _line_through(x, y)
+    if len(x) < 5:
+        return float(y[-1]), slope
+    others, others_slope = _line_through(x[:-1], y[:-1])
+    off = np.abs(others + others_slope * x - y) / y
+    if off[-1] <= max(MISTAKE, TIMES_OTHERS * off[:-1].max()):
+        return float(y[-1]), slope
+    return max(height + slope * float(x[-1]), SHORTEST_S), slope
+
+
+def _line_through(x: _Floats, y: _Floats) -> tuple[float, float]:
+    """Return height and slope of the line of median slope; one that would not rise goes through the ends instead."""
     first, second = np.triu_indices(len(x), 1)
-    slope = np.median((y[second] - y[first]) / (x[second] - x[first]))
-    return max(float(np.median(y - slope * x) + slope * x[-1]), SHORTEST_S)
+    slope = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
+    if slope <= 0:
+        slope = max(0.0, float((y[-1] - y[0]) / (x[-1] - x[0])))
+    return float(np.median(y - slope * x)), slope
 
 
-def _may_be_last(ends: _Floats, end_times: _Floats, sizes: _Floats, level: _Floats) -> bool:
-    """Say whether a segment may be the last: larger messages than were measured will go at its slope.
-
-    So noise must not decide it: where the sizes allow it spans a factor of 4, and it is not flat.
-    """
-    wide_enough = ends[0] <= max(sizes[-1] / 4, sizes[0])
-    return bool(wide_enough and (end_times[0] < end_times[1] or level[0] == level[-1]))
-
-
-def _never_falling(times: _Floats) -> _Floats:
+def never_falling(times: _Floats, weights: _Floats | None = None) -> _Floats:
     """Return the never-falling sequence nearest in relative error: pool neighbours that fall into their median.
 
     A median, not a mean: one slow size must not bend the curve.
+
+    >>> never_falling(np.array([1.0, 3.0, 2.0, 4.0])).tolist()
+    [1.0, 2.0, 2.0, 4.0]
     """
-    pools: list[list[float]] = []
-    for time in times.tolist():
-        pools.append([time])
-        while len(pools) > 1 and _middle(pools[-2]) > _middle(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    return np.array([_middle(pool) for pool in pools for _ in pool])
+    weights = np.ones_like(times) if weights is None else weights
+    pools: list[tuple[_Floats, _Floats]] = []
+    for time, weight in zip(times, weights, strict=True):
+        pools.append((np.array([time]), np.array([weight])))
+        while len(pools) > 1 and _middle(*pools[-2]) > _middle(*pools[-1]):
+            values, their_weights = pools.pop()
+            pools[-1] = (np.append(pools[-1][0], values), np.append(pools[-1][1], their_weights))
+    return np.concatenate([np.full(len(values), _middle(values, their)) for values, their in pools])
 
 
-def _middle(pool: list[float]) -> float:
-    values = np.array(pool)
-    return _weighted_median(values, 1 / values)
+def _middle(values: _Floats, weights: _Floats) -> float:
+    return _weighted_median(values, weights / values)
+
+
+def fit_quality(cost: LinearCost | PiecewiseCost, sizes: Sequence[float], times: Sequence[float]) -> dict[str, Any]:
+    """Return how far a cost is from measured times: relative errors, as they stand in ``source["fit"]``."""
+    errors = [abs(cost(int(size)) - time) / time for size, time in zip(sizes, times, strict=True)]
+    return {"mean_error": float(np.mean(errors)), "worst_error": float(np.max(errors)), "num_sizes": len(errors)}
 
 
 def _judge(cost: LinearCost | PiecewiseCost, sizes: _Floats, times: _Floats) -> Fit:
-    errors = [abs(cost(int(size)) - time) / time for size, time in zip(sizes, times, strict=True)]
-    found = Fit(cost, float(np.mean(errors)), float(np.max(errors)), len(errors))
-    quality = {"mean_error": found.mean_error, "worst_error": found.worst_error, "num_sizes": found.num_sizes}
-    return replace(found, cost=replace(cost, source={**cost.source, "fit": quality}))
+    quality = fit_quality(cost, sizes.tolist(), times.tolist())
+    return Fit(cost=replace(cost, source={**cost.source, "fit": quality}), **quality)

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import PiecewiseCost
-from mgwfbp.runtime.load import LEAST, MOST, cost_under_load
 from mgwfbp.runtime.tuner import BUCKET_MIB, FAR, two_sizes
 from tests.runtime.launch import run_ranks
 
@@ -169,36 +167,3 @@ def test_two_bucket_sizes_are_tried_the_best_by_the_model_and_one_far_from_it(pr
     if far:
         assert chosen[1] in far
         assert all(predicted_s[chosen[1]] <= predicted_s[size] for size in far)
-
-
-curves = st.lists(
-    st.tuples(st.integers(1, 10**8), st.floats(1e-6, 1.0)), min_size=2, max_size=8, unique_by=lambda p: p[0]
-)
-sightings = st.dictionaries(st.integers(1, 10**8), st.lists(st.floats(0.0, 10.0), min_size=1, max_size=5), max_size=8)
-
-
-@given(curves, sightings)
-def test_a_cost_under_load_never_falls_and_stays_within_bounds_of_the_sweep(
-    curve: list[tuple[int, float]], seen: dict[int, list[float]]
-) -> None:
-    sizes = sorted(size for size, _ in curve)
-    swept = PiecewiseCost(2, tuple(zip(sizes, sorted(time for _, time in curve), strict=True)))
-    loaded = cost_under_load(swept, seen)
-    times = [loaded(size) for size in range(0, sizes[-1], max(1, sizes[-1] // 100))]
-    assert times == sorted(times)
-    for size in sizes:
-        assert loaded(size) >= LEAST * swept(size) * (1 - 1e-9)
-        assert loaded(size) <= MOST * swept(size) * (1 + 1e-9)
-
-
-@given(curves, sightings, st.floats(1.1, 4.0))
-def test_a_network_that_is_slower_throughout_gives_a_cost_that_is(
-    curve: list[tuple[int, float]], seen: dict[int, list[float]], factor: float
-) -> None:
-    sizes = sorted(size for size, _ in curve)
-    times = sorted(time for _, time in curve)
-    swept = PiecewiseCost(2, tuple(zip(sizes, times, strict=True)))
-    slower = PiecewiseCost(2, tuple(zip(sizes, (factor * time for time in times), strict=True)))
-    all_slower = {size: [factor * time for time in some] for size, some in seen.items()}
-    both = cost_under_load(swept, seen), cost_under_load(slower, all_slower)
-    assert all(both[1](size) == pytest.approx(factor * both[0](size), rel=1e-2) for size in sizes)

@@ -7,7 +7,8 @@ import typer
 
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
-from mgwfbp.fitting import FitKind, fit
+from mgwfbp.cost import LinearCost
+from mgwfbp.fitting import LINE_IS_GOOD_ENOUGH, FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
 from mgwfbp.network import PRESETS, load_network
 from mgwfbp.record import naming
@@ -47,6 +48,13 @@ def cost(
     talk(
         f"{found.cost!r}: mean error {found.mean_error:.1%}, worst {found.worst_error:.1%} over {found.num_sizes} sizes"
     )
+    if found.mean_error > LINE_IS_GOOD_ENOUGH:
+        better = (
+            "a curve may follow them: --kind piecewise"
+            if isinstance(found.cost, LinearCost) and kind == "linear"
+            else "neighbouring sizes contradict one another: measure again, with more repeats and nothing else on the network"
+        )
+        talk(f"plans made with it can be off as far; {better}")
     largest = max(size for size, _ in samples)
     if found.cost(2 * largest) == found.cost(largest):
         talk("the times do not grow with the size, so larger messages would be free: measure larger ones")

@@ -15,17 +15,27 @@ _MEASURED_COLOR = 4
 
 
 def allreduce_chart(name: str, cost: KnownCost) -> Chart:
-    """Show what an all-reduce takes: the points that were measured, if the cost says them, and the curve fitted."""
-    measured, alone = _points(cost, "streamed"), _points(cost, "isolated")
+    """Show what an all-reduce takes: the curve, and the points that it was made from, if the cost says them.
+
+    Of a cost that was learnt in training these are messages of training; what was swept before stands beside them.
+    """
+    swept, alone, observed = (_points(cost, kind) for kind in ("streamed", "isolated", "under_load"))
+    measured = observed or swept
     knots = [] if isinstance(cost, LinearCost) else [size for size, _ in cost.points if size]
     sizes = sorted({*(size for size, _ in measured), *knots, *_DECADES})
-    sizes = [size for size in sizes if not measured or measured[0][0] <= size <= measured[-1][0]]
+    shown = [size for size, _ in (*swept, *observed)]
+    sizes = [size for size in sizes if not shown or min(shown) <= size <= max(shown)]
     curve = tuple((float(size), cost(size)) for size in _between(sizes))
-    series = [Series("fitted", curve, 0)]
-    if measured:
-        series.append(Series("measured, one after the other", _floats(measured), _MEASURED_COLOR, "points"))
+    series = [Series("learnt in training" if observed else "fitted", curve, 0)]
+    if observed:
+        series.append(Series("observed in training", _floats(observed), _MEASURED_COLOR, "points"))
+    if swept:
+        words = "swept before, one after the other" if observed else "measured, one after the other"
+        series.append(Series(words, _floats(swept), 2 if observed else _MEASURED_COLOR, "points"))
     if alone:
-        series.append(Series("measured, each alone", _floats(alone), 6, "points"))
+        series.append(
+            Series("swept before, each alone" if observed else "measured, each alone", _floats(alone), 6, "points")
+        )
     times, alone_times = dict(measured), dict(alone)
     lines = [
         (
@@ -37,7 +47,7 @@ def allreduce_chart(name: str, cost: KnownCost) -> Chart:
         )
         for size in sizes
     ]
-    titles = ("bytes", "fitted", *(["measured", "error"] * bool(measured)), *(["alone"] * bool(alone)))
+    titles = ("bytes", series[0].name, *(["measured", "error"] * bool(measured)), *(["alone"] * bool(alone)))
     return Chart(
         title=f"All-reduce over {cost.workers} workers: {name}",
         kind="lines",
@@ -90,7 +100,8 @@ def _fit_words(cost: KnownCost) -> str:
     if isinstance(found, Mapping) and {"mean_error", "worst_error", "num_sizes"} <= set(found):
         mean, worst, count = (found[key] for key in ("mean_error", "worst_error", "num_sizes"))
         if all(isinstance(value, (int, float)) for value in (mean, worst, count)):
-            quality = f" Over {count:g} sizes the fit is off by {mean:.1%} on average and {worst:.1%} at worst."
+            of = "observed in training" if "under_load" in cost.source else "measured"
+            quality = f" It is off by {mean:.1%} on average and {worst:.1%} at worst from the {count:g} sizes {of}."
     return f"{cost!r}.{quality}"
 
 

@@ -1,4 +1,4 @@
-"""What a sweep says in words: where computation hides communication, where bandwidth is all, where start-ups cost."""
+"""What a sweep says in words: where computation hides communication, where bandwidth bounds, where start-ups cost."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ class Finding:
             case "computation", matters:
                 return "the best plan hides communication behind computation" + (unmerged if matters else "")
             case "bandwidth", False:
-                return f"merging does not matter, bandwidth is all: {left}"
+                return f"bandwidth bounds the step, merged or not: {left}"
             case "bandwidth", matters:
-                return f"beyond the best plan bandwidth is all: {left}" + (unmerged if matters else "")
+                return f"bandwidth bounds the best plan's step: {left}" + (unmerged if matters else "")
             case _, matters:
                 above = (
                     f"start-up times cost: the best plan is up to {self.above_bound:.0%} above what bandwidth allows"
@@ -73,7 +73,9 @@ def _finding(rows: Sequence[SweepRow]) -> Finding:
     gain = None
     if unmerged is not None:
         gain = unmerged.iteration_s / best.iteration_s if best.iteration_s else 1.0
-    return Finding(best.network, best.scale, (best.workers,), best.limit, max(above, 0.0), gain)
+    # The best plan lets bytes wait only in order to save start-up times.
+    limit: Limit = "start-up" if best.limit == "not overlapped" else best.limit
+    return Finding(best.network, best.scale, (best.workers,), limit, max(above, 0.0), gain)
 
 
 def _join(run: Sequence[Finding]) -> Finding:

@@ -1,5 +1,6 @@
-"""What a step is made of: computation, bandwidth, or start-up times, which alone merging can save."""
+"""What a step is made of: computation, bandwidth, start-up times, or bytes that overlap with nothing."""
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -8,9 +9,9 @@ import numpy as np
 from mgwfbp.cost import Cost
 from mgwfbp.simulate.compute import Computation
 
-__all__ = ["NEAR", "Limit", "bandwidth_bound_s", "find_limit"]
+__all__ = ["NEAR", "Limit", "WithoutStartup", "bandwidth_bound_s", "find_limit"]
 
-Limit = Literal["computation", "bandwidth", "start-up"]
+Limit = Literal["computation", "bandwidth", "start-up", "not overlapped"]
 
 NEAR = 0.05  # closer than this is "as good as"; real steps differ by as much from one to the next
 
@@ -29,12 +30,35 @@ def bandwidth_bound_s(computation: Computation, cost: Cost) -> float:
     return float((computation.ready_s[1:] + bytes_s[:, np.newaxis]).max(axis=0).mean())
 
 
-def find_limit(iteration_s: float, compute_s: float, bound_s: float) -> Limit:
-    """Say what the step is made of: the first of the three that explains all but 5 % of it.
+@dataclass(frozen=True, slots=True)
+class WithoutStartup:
+    """A cost as it would be if start-up times were zero."""
 
-    >>> find_limit(1.01, 1.0, 1.0), find_limit(2.05, 1.0, 2.0), find_limit(3.0, 1.0, 2.0)
-    ('computation', 'bandwidth', 'start-up')
+    cost: Cost
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part."""
+        return self.cost.workers
+
+    def __call__(self, num_bytes: int, /) -> float:
+        """Return what the bytes alone take."""
+        return self.cost(num_bytes) - self.cost(0)
+
+
+def find_limit(iteration_s: float, compute_s: float, bound_s: float, without_startup_s: float) -> Limit:
+    """Say what the step is made of: the first of computation and bandwidth that explains all but 5 % of it.
+
+    Else, of what the step exceeds the bandwidth's bound by, the larger part: start-up times, which are what the same
+    plan would save without them, or bytes that wait for gradients to travel with and then overlap with nothing.
+
+    >>> find_limit(1.01, 1.0, 1.0, 1.0), find_limit(2.05, 1.0, 2.0, 2.0)
+    ('computation', 'bandwidth')
+    >>> find_limit(3.0, 1.0, 2.0, 2.1), find_limit(3.0, 1.0, 2.0, 2.9)
+    ('start-up', 'not overlapped')
     """
     if iteration_s <= compute_s * (1 + NEAR):
         return "computation"
-    return "bandwidth" if iteration_s <= bound_s * (1 + NEAR) else "start-up"
+    if iteration_s <= bound_s * (1 + NEAR):
+        return "bandwidth"
+    return "start-up" if iteration_s - without_startup_s >= without_startup_s - bound_s else "not overlapped"

@@ -11,7 +11,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_count, check_real
 from mgwfbp.simulate.cluster import CostSource
 from mgwfbp.simulate.compute import draw_computation
-from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
+from mgwfbp.simulate.limits import Limit, WithoutStartup, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, send_messages
 from mgwfbp.trace import ModelTrace
@@ -136,16 +136,17 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
                     cost = strategy.cost(source, workers)
                     plan = strategy.planner(planned, cost)
                     result = send_messages(computation, cost, plan, overlap=strategy.overlap)
-                    yield _row(source.name, scale, strategy.name, result, cost)
+                    yield _row(source.name, scale, strategy, result, cost)
 
 
-def _row(network: str, scale: float, planner: str, result: Simulation, cost: Cost) -> SweepRow:
+def _row(network: str, scale: float, strategy: Strategy, result: Simulation, cost: Cost) -> SweepRow:
     bound_s = bandwidth_bound_s(result.computation, cost)
+    bytes_alone = send_messages(result.computation, WithoutStartup(cost), result.plan, overlap=strategy.overlap)
     return SweepRow(
         network=network,
         scale=scale,
         workers=result.workers,
-        planner=planner,
+        planner=strategy.name,
         num_groups=result.plan.num_groups,
         iteration_s=result.mean_iteration_s,
         iteration_std_s=float(result.iteration_s.std()),
@@ -155,6 +156,6 @@ def _row(network: str, scale: float, planner: str, result: Simulation, cost: Cos
         speedup=result.speedup,
         efficiency=result.efficiency,
         bandwidth_bound_s=bound_s,
-        limit=find_limit(result.mean_iteration_s, result.mean_compute_s, bound_s),
+        limit=find_limit(result.mean_iteration_s, result.mean_compute_s, bound_s, bytes_alone.mean_iteration_s),
         steps=result.computation.scenario.steps,
     )

@@ -1,0 +1,99 @@
+"""What is learnt of messages in training, against worlds whose cost is known."""
+
+import math
+import random
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgwfbp import PiecewiseCost
+from mgwfbp.runtime.load import LEAST, cost_under_load
+
+SWEPT = PiecewiseCost(4, ((4, 1.5e-3), (12_000, 1.74e-3), (65_536, 5.4e-3), (2_400_000, 23e-3), (25_000_000, 230e-3)))
+
+curves = st.lists(
+    st.tuples(st.integers(1, 10**8), st.floats(1e-6, 1.0)), min_size=2, max_size=8, unique_by=lambda p: p[0]
+)
+sightings = st.dictionaries(st.integers(0, 10**8), st.lists(st.floats(0.0, 10.0), min_size=1, max_size=5), max_size=8)
+
+
+def curve_of(points: list[tuple[int, float]], factor: float = 1.0) -> PiecewiseCost:
+    times = sorted(factor * time for _, time in points)
+    return PiecewiseCost(2, tuple(zip(sorted(size for size, _ in points), times, strict=True)))
+
+
+def test_small_messages_that_wait_do_not_make_larger_ones_slower_than_they_were_seen() -> None:
+    # Seen in training: 12 kB took 14.7 ms against 1.74 swept. The ratio of 8 says nothing of messages beyond it.
+    loaded = cost_under_load(SWEPT, {12_000: [14.7e-3] * 6, 2_330_000: [29.7e-3] * 6})
+    assert loaded(12_000) == pytest.approx(14.7e-3, rel=0.01)
+    assert loaded(2_330_000) == pytest.approx(29.7e-3, rel=0.01)
+    # The line through both over the sweep: 13.5 ms + 0.71 T.
+    assert loaded(65_536) == pytest.approx(17.3e-3, rel=0.02)
+    assert loaded(25_000_000) < 230e-3
+
+
+@pytest.mark.parametrize(("delay_s", "ratio"), [(0.0, 1.0), (0.0, 1.4), (3e-3, 1.0), (13e-3, 1.1), (0.0, 0.8)])
+def test_a_delay_and_a_slower_link_are_told_apart(delay_s: float, ratio: float) -> None:
+    rng = random.Random(1)
+
+    def real_s(size: int) -> float:
+        return delay_s + ratio * SWEPT(size)
+
+    sizes = [1_000, 40_000, 300_000, 1_000_000, 4_000_000, 26_000_000]
+    loaded = cost_under_load(
+        SWEPT, {size: [real_s(size) * rng.lognormvariate(0, 0.1) for _ in "12345"] for size in sizes}
+    )
+    missed = [abs(loaded(size) / real_s(size) - 1) for size in range(1_000, 30_000_000, 250_000)]
+    assert mean(missed) < 0.06
+
+
+@given(st.floats(0.5, 3.0), st.lists(st.integers(24_000_000, 27_000_000), min_size=1, max_size=4, unique=True))
+def test_messages_all_as_large_say_nothing_of_a_delay(ratio: float, sizes: list[int]) -> None:
+    loaded = cost_under_load(
+        SWEPT, {size: [ratio * SWEPT(size) * wobble for wobble in (0.98, 1, 1.02)] for size in sizes}
+    )
+    assert loaded(1_000) == pytest.approx(ratio * SWEPT(1_000), rel=0.05)
+
+
+def test_one_late_message_does_not_speak_for_all_of_its_size() -> None:
+    seen = {size: [SWEPT(size)] * 6 for size in (10_000, 100_000, 1_000_000, 10_000_000)}
+    late = cost_under_load(SWEPT, {**seen, 300_000: [20 * SWEPT(300_000)]})
+    assert all(late(size) < 1.1 * SWEPT(size) for size in (10_000, 100_000, 1_000_000, 10_000_000))
+
+
+@given(curves, sightings)
+def test_a_cost_under_load_never_falls_and_larger_messages_are_never_free(
+    curve: list[tuple[int, float]], seen: dict[int, list[float]]
+) -> None:
+    swept = curve_of(curve)
+    loaded = cost_under_load(swept, seen)
+    largest = max(swept.points[-1][0], *seen, 0)
+    times = [loaded(size) for size in range(0, 2 * largest, max(1, largest // 100))]
+    assert times == sorted(times)
+    more_swept_s = swept(8 * largest) - swept(4 * largest)
+    assert loaded(8 * largest) - loaded(4 * largest) >= 0.99 * LEAST * more_swept_s
+
+
+@given(curves, sightings)
+def test_the_error_it_states_is_that_against_what_was_observed(
+    curve: list[tuple[int, float]], seen: dict[int, list[float]]
+) -> None:
+    loaded = cost_under_load(curve_of(curve), seen)
+    if not seen:
+        assert "fit" not in loaded.source
+        return
+    errors = [abs(loaded(size) - time) / time for size, time in loaded.source["under_load"]]
+    assert loaded.source["fit"]["mean_error"] == pytest.approx(mean(errors))
+    assert loaded.source["fit"]["worst_error"] == pytest.approx(max(errors))
+    assert loaded.source["fit"]["num_sizes"] == len(seen)
+
+
+@given(curves, sightings, st.floats(1.1, 4.0))
+def test_a_network_that_is_slower_throughout_gives_a_cost_that_is(
+    curve: list[tuple[int, float]], seen: dict[int, list[float]], factor: float
+) -> None:
+    all_slower = {size: [factor * time for time in some] for size, some in seen.items()}
+    both = cost_under_load(curve_of(curve), seen), cost_under_load(curve_of(curve, factor), all_slower)
+    assert all(math.isclose(both[1](size), factor * both[0](size), rel_tol=1e-2) for size, _ in curve)
