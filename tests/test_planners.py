@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from hypothesis import given
 
-from mgwfbp import LinearCost, ModelTrace, PlanError, find_plan
+from mgwfbp import LinearCost, MergePlan, ModelTrace, PlanError, find_plan, predict
 from mgwfbp.planners import plan_bucket, plan_mgwfbp
 from tests.examples import linear_costs, make_trace, traces
 
@@ -67,7 +67,9 @@ def test_mgwfbp_is_not_optimal() -> None:
     cost = LinearCost(2, 3.0, 1.0)
     published, best = find_plan(trace, cost, "mgwfbp"), find_plan(trace, cost, "optimal")
     assert (published.group_sizes, published.predicted["iteration_s"]) == ((6,), 21.0)
-    assert (best.group_sizes, best.predicted["iteration_s"]) == ((3, 3), 18.0)
+    assert best.predicted["iteration_s"] == predict(trace, cost, MergePlan.of_sizes(trace, [3, 3])).iteration_s == 18.0
+    # Of the plans that end at 18 it is the one that ends first, at 20.75, if messages take a quarter longer.
+    assert best.group_sizes == (1, 2, 3)
 
 
 def test_wfbp_sends_each_gradient_alone_and_single_all_together() -> None:

@@ -52,7 +52,7 @@ def cost(
         better = (
             "a curve may follow them: --kind piecewise"
             if isinstance(found.cost, LinearCost) and kind == "linear"
-            else "neighbouring sizes contradict one another: measure again, with more repeats and nothing else on the network"
+            else "its sizes contradict one another: measure again, with more repeats on an otherwise idle network"
         )
         talk(f"plans made with it can be off as far; {better}")
     largest = max(size for size, _ in samples)
