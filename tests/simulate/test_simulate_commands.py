@@ -107,7 +107,7 @@ def test_two_levels_slow_links_and_algorithms_are_options(trace_file: str, capsy
         (("--scale", "-1"), 2, "--scale"),
         (("--scale", "nan"), 2, "--scale"),
         (("--scale", "x"), 2, "--scale"),
-        (("--planner", "best"), 2, "'best' is not one of"),
+        (("--planner", "best"), 2, "planner 'best' is unknown"),
         (("--network", "100gbf"), 1, "neither a file nor one of"),
         (("--network", "no/such.json"), 1, "no/such.json"),
         (("--inside", "nvlink3"), 2, "give both or none"),

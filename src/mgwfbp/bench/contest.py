@@ -37,8 +37,8 @@ class Case:
     workload: Workload
     trace: ModelTrace  # recorded without communication
     cost: PiecewiseCost  # swept without computation
+    network: str  # what the workers talk over, in words
     servers: ServerCosts | None = None  # of gradients through the ranks that own them
-    network: str = "unnamed"
     ddp_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Find which gradients to merge into one message so that a data-parallel training step is shortest.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: in narrow terminals the boxes cut the names of options
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (compare, plan, cost, simulate, bench, train, paper, report, traces, demo):

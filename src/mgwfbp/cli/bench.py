@@ -13,7 +13,7 @@ from mgwfbp.cli.machine import describe_run, meters, since
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import check_writable, print_table, talk, write_record
 from mgwfbp.cli.progress import progress_bar
-from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
+from mgwfbp.cli.workers import network_name, process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
     BatchSize,
     Factory,
@@ -71,7 +71,7 @@ def bench(
     device: OnDevice = "cpu",
     workers: Workers = None,
     network_label: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the result calls the network, e.g. '10gbit (lab)'.")
+        str | None, typer.Option(metavar="TEXT", help="What the result calls the network.")
     ] = None,
     timelines: Annotated[bool, typer.Option(help="Keep predicted and measured timelines in the result.")] = True,
     output: Output = None,
@@ -100,8 +100,8 @@ def bench(
     from mgwfbp.bench.turns import Schedule
 
     schedule = Schedule(turns, steps, settle)
-    wanted = _Wanted(names, network_label or "unnamed", budget)
     with process_group(device, None, timeout_s=BENCH_TIMEOUT_S):
+        wanted = _Wanted(names, network_label or network_name(), budget)
         if recorded is None:
             with failures_of(spec, batch_size, device):
                 case = _model_case(
@@ -172,7 +172,7 @@ def _measured(workload: "Workload", trace: ModelTrace, wanted: _Wanted, ddp_argu
         with _fraction("parameter servers") as on_progress:
             largest = max(layer.grad_bytes for layer in trace.layers)
             servers = measure_servers(device, max_bytes=largest, on_progress=on_progress)
-    return Case(workload, trace, cost, servers, wanted.network, ddp_arguments)
+    return Case(workload, trace, cost, wanted.network, servers, ddp_arguments)
 
 
 def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:

@@ -6,17 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
+from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,
     BucketMb,
-    CostFile,
     FirstBucketMb,
     TraceFile,
     planners,
 )
 from mgwfbp.cli.output import print_table, talk
-from mgwfbp.cost import Cost, load_cost
+from mgwfbp.cost import Cost
 from mgwfbp.planners import Planner, find_plan
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace, load_trace
@@ -27,14 +27,17 @@ __all__ = ["compare", "comparison", "print_comparison"]
 
 def compare(
     trace: TraceFile,
-    cost: CostFile,
+    cost: CostOrNetwork,
+    workers: NetworkWorkers = None,
+    per_node: PerNode = 1,
+    inside: Inside = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead of a table.")] = False,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
     """Compare the steps that all planners' plans would give."""
     chosen = planners(bucket_mb, first_bucket_mb)
-    model, network = load_trace(trace), load_cost(cost)
+    model, network = load_trace(trace), read_cost(cost, workers, Links(per_node, inside))
     rows = comparison(model, network, chosen)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))

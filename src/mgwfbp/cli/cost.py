@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
+from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
 from mgwfbp.cost import LinearCost
 from mgwfbp.fitting import LINE_IS_GOOD_ENOUGH, FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
-from mgwfbp.network import PRESETS, load_network
+from mgwfbp.network import PRESETS
 from mgwfbp.record import naming
 
 __all__ = ["cost"]
@@ -27,6 +28,8 @@ def cost(
     kind: Annotated[
         FitKind, typer.Option(help="A straight line, a curve, or the line if it fits within 10 %.")
     ] = "auto",
+    per_node: PerNode = 1,
+    inside: Inside = None,
     output: Output = None,
 ) -> None:
     """Make a cost: fitted to a measured sweep, or from the link of a network."""
@@ -38,8 +41,10 @@ def cost(
     if name == "network":
         if kind == "piecewise":
             raise typer.BadParameter("--network gives a straight line; a curve needs a sweep", param_hint="--kind")
-        write_record(load_network(path).cost(workers), output)
+        write_record(Links(per_node, inside).cluster(path).cost(workers), output)
         return
+    if per_node > 1 or inside is not None:
+        raise typer.BadParameter("a measured sweep has its own nodes", param_hint=["--per-node", "--inside"])
     samples = SWEEP_READERS[name](path)
     source = {"sweep": name, "file": Path(path).name}
     with naming(path):

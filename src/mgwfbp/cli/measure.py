@@ -1,6 +1,7 @@
 """``mgwfbp measure``: the backward pass, the network, and what a processor we do not have would do."""
 
 import math
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
@@ -9,7 +10,7 @@ from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
 from mgwfbp.cli.progress import progress_bar
-from mgwfbp.cli.workers import process_group, rank, start_local_workers, under_launcher
+from mgwfbp.cli.workers import network_name, process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
     BatchSize,
     Factory,
@@ -118,7 +119,7 @@ def allreduce(
     from mgwfbp.measure.allreduce import measure_allreduce
 
     with process_group(device, backend), progress_bar("all-reduce", 1.0, shown=rank() == 0) as advance:
-        done = 0.0
+        done, network = 0.0, network_name()
 
         def on_progress(fraction: float) -> None:
             nonlocal done
@@ -129,7 +130,7 @@ def allreduce(
             device=device_of(device), max_bytes=max(8, max_bytes), budget_s=budget, on_progress=on_progress
         )
     if rank() == 0:
-        write_record(cost, output)
+        write_record(replace(cost, source={**cost.source, "network": network}), output)
         quality = cost.source["fit"]
         talk(f"{cost!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
 

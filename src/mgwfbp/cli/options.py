@@ -1,29 +1,34 @@
 """Options that several commands share."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from mgwfbp.planners import PLANNERS, Planner, plan_bucket
+from mgwfbp.errors import PlanError
+from mgwfbp.planners import PLANNERS, Planner, plan_bucket, planner_of
 from mgwfbp.planners.fixed import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
 
-__all__ = ["BucketMb", "CostFile", "FirstBucketMb", "Output", "PlannerName", "TraceFile", "planners"]
+__all__ = ["BucketMb", "FirstBucketMb", "Output", "PlannerName", "TraceFile", "find_planner", "planners"]
 
 _MIB = 2**20
 
 
-def _known_planner(name: str) -> str:
-    if name not in PLANNERS:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(PLANNERS)}")
-    return name
+def find_planner(name: str, chosen: Mapping[str, Planner]) -> Planner:
+    """Return a planner by its name, of those chosen or any that `planner_of` knows, or refuse it."""
+    if name in chosen:
+        return chosen[name]
+    try:
+        return planner_of(name)
+    except PlanError as error:
+        raise typer.BadParameter(str(error), param_hint="--planner") from None
 
 
 TraceFile = Annotated[
     str,
     typer.Option("--trace", metavar="FILE|NAME", help="trace.json, or a name that `mgwfbp traces` lists."),
 ]
-CostFile = Annotated[str, typer.Option("--cost", metavar="FILE", help="cost.json: what an all-reduce costs.")]
 Output = Annotated[
     str | None,
     typer.Option("--output", "-o", metavar="FILE", help="Where to write the result; stdout if not given."),
@@ -38,7 +43,9 @@ FirstBucketMb = Annotated[
 ]
 PlannerName = Annotated[
     str,
-    typer.Option("--planner", metavar="|".join(PLANNERS), callback=_known_planner, help="Who makes the plan."),
+    typer.Option(
+        "--planner", metavar="NAME", help=f"Who makes the plan: {', '.join(PLANNERS)}, or bucket-N for N MiB."
+    ),
 ]
 DEFAULT_BUCKET_MB = DEFAULT_BUCKET_BYTES / _MIB
 DEFAULT_FIRST_BUCKET_MB = DEFAULT_FIRST_BUCKET_BYTES / _MIB

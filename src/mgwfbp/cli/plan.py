@@ -1,18 +1,18 @@
 """``mgwfbp plan``: write a plan."""
 
+from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,
     BucketMb,
-    CostFile,
     FirstBucketMb,
     Output,
     PlannerName,
     TraceFile,
+    find_planner,
     planners,
 )
 from mgwfbp.cli.output import talk, write_record
-from mgwfbp.cost import load_cost
 from mgwfbp.planners import find_plan
 from mgwfbp.trace import load_trace
 from mgwfbp.units import format_seconds
@@ -22,15 +22,18 @@ __all__ = ["plan"]
 
 def plan(
     trace: TraceFile,
-    cost: CostFile,
+    cost: CostOrNetwork,
+    workers: NetworkWorkers = None,
+    per_node: PerNode = 1,
+    inside: Inside = None,
     planner: PlannerName = "optimal",
     output: Output = None,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
     """Find which gradients to send together and write the plan."""
-    chosen = planners(bucket_mb, first_bucket_mb)[planner]
-    found = find_plan(load_trace(trace), load_cost(cost), chosen)
+    chosen = find_planner(planner, planners(bucket_mb, first_bucket_mb))
+    found = find_plan(load_trace(trace), read_cost(cost, workers, Links(per_node, inside)), chosen)
     write_record(found, output)
     predicted = found.predicted
     talk(

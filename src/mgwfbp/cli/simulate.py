@@ -1,29 +1,27 @@
 """``mgwfbp simulate``: what N workers would give."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,
     BucketMb,
     FirstBucketMb,
     TraceFile,
+    find_planner,
     planners,
 )
 from mgwfbp.cli.output import print_table, talk
 from mgwfbp.cli.progress import show_progress
-from mgwfbp.cost import Cost, LinearCost, load_cost
-from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
+from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.record import read_json
 from mgwfbp.simulate import (
     BASELINES,
-    Cluster,
     CostSource,
     Grid,
     MeasuredCluster,
@@ -72,8 +70,8 @@ def simulate(
     algorithm: Annotated[
         str | None, typer.Option(metavar="|".join(ALGORITHMS), help="All-reduce over the networks with this algorithm.")
     ] = None,
-    per_node: Annotated[int, typer.Option(min=1, help="Workers in a node; --network is then between nodes.")] = 1,
-    inside: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="The network inside a node.")] = None,
+    per_node: PerNode = 1,
+    inside: Inside = None,
     slow_link: Annotated[
         float, typer.Option(min=1, metavar="FACTOR", help="The slowest link is this many times slower.")
     ] = 1.0,
@@ -106,7 +104,7 @@ def simulate(
     names = ",".join(planner).split(",") if planner else [] if plan else list(PLANNERS)
     chosen = planners(bucket_mb, first_bucket_mb)
     strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
-    links = _Links(algorithm, per_node, inside, slow_link)
+    links = Links(per_node, inside, algorithm, slow_link)
     sources = [links.source(name) for name in network]
     counts = _worker_counts(workers) if workers is not None else _measured_counts(sources)
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
@@ -121,48 +119,6 @@ def simulate(
         typer.echo(str(finding))
 
 
-class _Links:
-    """Turn the names given with --network into clusters, with what the other options say of their links."""
-
-    def __init__(self, algorithm: str | None, per_node: int, inside: str | None, slow_link: float) -> None:
-        if algorithm is not None and algorithm not in ALGORITHMS:
-            raise typer.BadParameter(f"{algorithm!r} is not one of {', '.join(ALGORITHMS)}", param_hint="--algorithm")
-        if (per_node > 1) != (inside is not None):
-            raise typer.BadParameter("give both or none", param_hint=["--per-node", "--inside"])
-        self._algorithm, self._per_node, self._slow_link = algorithm, per_node, slow_link
-        self._inside = load_network(inside) if inside is not None else None
-
-    def source(self, name: str) -> CostSource:
-        measured = _measured_cost(name)
-        if measured is not None:
-            if self._algorithm or self._inside or self._slow_link != 1.0:
-                raise typer.BadParameter(
-                    f"{name} is a measured cost; --algorithm, --inside and --slow-link need a network",
-                    param_hint="--network",
-                )
-            return MeasuredCluster(name, measured)
-        link = load_network(name)
-        if self._algorithm is not None and self._algorithm != link.algorithm:
-            link = Network(
-                f"{link.name} {self._algorithm}",
-                self._algorithm,
-                link.latency_s,
-                link.per_byte_s,
-                link.reduce_per_byte_s,
-            )
-        return Cluster(link, self._inside, self._per_node, (self._slow_link,))
-
-
-def _measured_cost(name: str) -> Cost | None:
-    """Return the cost if the name is that of a cost.json."""
-    if name.lower() in PRESETS or not Path(name).is_file():
-        return None
-    data = read_json(name)
-    if isinstance(data, dict) and data.get("format") == LinearCost.FORMAT:
-        return load_cost(name)
-    return None
-
-
 def _measured_counts(sources: list[CostSource]) -> list[int]:
     counts = {source.measured.workers for source in sources if isinstance(source, MeasuredCluster)}
     if len(counts) != 1 or not all(isinstance(source, MeasuredCluster) for source in sources):
@@ -174,10 +130,7 @@ def strategy_of(name: str, chosen: dict[str, Planner]) -> Strategy:
     """Return a planner of ours or a baseline as a strategy."""
     if name in BASELINES:
         return BASELINES[name]
-    if name not in chosen:
-        known = ", ".join((*chosen, *BASELINES))
-        raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--planner")
-    return Strategy(name, chosen[name])
+    return Strategy(name, find_planner(name, chosen))
 
 
 def _fixed(path: str) -> Strategy:

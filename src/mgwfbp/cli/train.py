@@ -13,7 +13,7 @@ from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.output import talk
 from mgwfbp.cli.report import report
 from mgwfbp.cli.train_progress import ProgressLines
-from mgwfbp.cli.workers import process_group, rank, under_launcher
+from mgwfbp.cli.workers import network_name, process_group, rank, under_launcher
 from mgwfbp.errors import MgwfbpError, TrainError
 from mgwfbp.run import TrainingRun
 from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
@@ -298,6 +298,7 @@ def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
             resume=resume,
             is_asked_to_stop=lambda: bool(asked) or (agent is not None and os.getppid() != agent),
             listener=listener,
+            network=network_name(),
             job=None if job_name is None else Job(job_name, is_restarted),
         )
     if has_ended and rank() == 0:

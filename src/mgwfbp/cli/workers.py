@@ -11,7 +11,7 @@ import typer
 
 from mgwfbp.errors import MeasureError
 
-__all__ = ["process_group", "rank", "start_local_workers", "under_launcher"]
+__all__ = ["network_name", "process_group", "rank", "start_local_workers", "under_launcher"]
 
 # How long a rank waits for the others before it gives up.
 TIMEOUT_S = 60.0
@@ -27,6 +27,18 @@ def under_launcher() -> bool:
 def rank() -> int:
     """Return our rank; 0 when we are alone."""
     return int(os.environ.get("RANK", "0"))
+
+
+def network_name() -> str:
+    """Return what results call the network between the workers, as far as it is known; inside `process_group`."""
+    from mgwfbp.measure.agreement import backend_name
+
+    if name := os.environ.get("MGWFBP_NETWORK"):  # set by `mgwfbp lab`, or by whoever knows better
+        return name
+    total, here = (int(os.environ.get(variable, "1")) for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # Workers that we started have no LOCAL_WORLD_SIZE and are all here.
+    is_local = here >= total or "LOCAL_WORLD_SIZE" not in os.environ
+    return f"{backend_name()} on one machine" if is_local else f"{backend_name()} between {total // here} nodes"
 
 
 def start_local_workers(workers: int | None) -> None:

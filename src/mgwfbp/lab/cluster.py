@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mgwfbp.errors import LabError
-from mgwfbp.units import quote
+from mgwfbp.units import format_seconds, quote
 
 __all__ = [
     "INTERFACE",
@@ -106,6 +106,19 @@ class Cluster:
         """
         return self.host_name(rank.host) + (f":{rank.local_rank}" if self.ranks_per_host > 1 else "")
 
+    @property
+    def network(self) -> str:
+        """What results call the network between the hosts.
+
+        >>> Cluster(num_hosts=2, rate_bits_per_s=2.5e9, delay_s=50e-6).network
+        'lab, 2.5 Gbit/s, 50 us delay'
+        """
+        scale, unit = next(
+            known for known in ((1e9, "Gbit"), (1e6, "Mbit"), (1e3, "kbit")) if self.rate_bits_per_s >= known[0]
+        )
+        delay = f", {format_seconds(self.delay_s)} delay" if self.delay_s else ""
+        return f"lab, {self.rate_bits_per_s / scale:.4g} {unit}/s{delay}"
+
     def environment(self, rank: Rank, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return a rank's environment: what it inherits, what ``torchrun`` sets, and which interface to use."""
         # An outer torchrun's own variables would make a rank look for that one's store.
@@ -136,7 +149,8 @@ class Cluster:
             "NCCL_IB_DISABLE": 1,
             "NCCL_NET": "Socket",
         }
-        return {**defaults, **kept, **{name: str(value) for name, value in {**torchrun, **libraries}.items()}}
+        ours = {"MGWFBP_NETWORK": self.network}  # for results that are measured here
+        return {**defaults, **kept, **{name: str(value) for name, value in {**torchrun, **libraries, **ours}.items()}}
 
 
 def _check(name: str, value: float, lowest: float, highest: float) -> None:

@@ -12,7 +12,7 @@ from mgwfbp.errors import MeasureError, MgwfbpError
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import quote
 
-__all__ = ["agree_on_cost", "agree_on_trace", "first_line", "gather", "problem_of", "together"]
+__all__ = ["agree_on_cost", "agree_on_trace", "backend_name", "first_line", "gather", "problem_of", "together"]
 
 T = TypeVar("T")
 AnyCost = TypeVar("AnyCost", LinearCost, PiecewiseCost)
@@ -26,6 +26,12 @@ def gather(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     except RuntimeError as error:
         raise MeasureError(f"a rank did not answer, it may have died: {first_line(error)}") from error
     return said
+
+
+def backend_name(group: dist.ProcessGroup | None = None) -> str:
+    """Return what people call the backend of a group: gloo with one thread (`mgwfbp.runtime.gloo`) is gloo."""
+    name = str(dist.get_backend(group))
+    return "gloo" if name.startswith("gloo") else name
 
 
 def first_line(error: BaseException) -> str:

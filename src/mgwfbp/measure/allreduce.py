@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import fit
-from mgwfbp.measure.agreement import first_line, gather, together
+from mgwfbp.measure.agreement import backend_name, first_line, gather, together
 from mgwfbp.units import format_bytes
 
 __all__ = ["measure_allreduce"]
@@ -83,7 +83,7 @@ def measure_allreduce(
     streamed = [(size, median(timing.streamed_s for timing in row)) for size, row in timings.items()]
     source = {
         "measured": "allreduce",
-        "backend": dist.get_backend(group),
+        "backend": backend_name(group),
         "device": torch.cuda.get_device_name(sweep.device) if sweep.device.type == "cuda" else "cpu",
         "rounds": rounds,
         "streamed": streamed,

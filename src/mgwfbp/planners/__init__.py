@@ -5,6 +5,7 @@ A planner is a function ``(trace, cost) -> MergePlan``; adding one is writing it
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from mgwfbp.cost import Cost
@@ -26,6 +27,7 @@ __all__ = [
     "plan_optimal",
     "plan_single",
     "plan_wfbp",
+    "planner_of",
 ]
 
 Planner = Callable[[ModelTrace, Cost], MergePlan]
@@ -41,18 +43,38 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
 )
 
 
+def planner_of(name: str) -> Planner:
+    """Return a planner by its name: one of `PLANNERS`, or a name that strategies have for one.
+
+    ``ddp`` is ``bucket``: torch's own sizes. ``bucket-5`` fills buckets of 5 MiB, the first one too, as torch does with
+    ``bucket_cap_mb=5``.
+
+    >>> planner_of("ddp") is PLANNERS["bucket"]
+    True
+    """
+    if name == "ddp":
+        return plan_bucket
+    if isinstance(name, str) and name.startswith("bucket-"):
+        try:
+            size_bytes = int(float(name.removeprefix("bucket-")) * 2**20)
+        except (ValueError, OverflowError):
+            size_bytes = 0
+        if size_bytes > 0:
+            return partial(plan_bucket, first_bucket_bytes=size_bytes, bucket_bytes=size_bytes)
+    if name not in PLANNERS:
+        raise PlanError(
+            f"planner {quote(name)} is unknown, expected one of {', '.join(PLANNERS)} or bucket-N for N MiB"
+        )
+    return PLANNERS[name]
+
+
 def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal") -> MergePlan:
     """Make a plan and write into it what it promises.
 
     ``plan.predicted`` holds ``iteration_s``, ``exposed_s``, ``lower_bound_s`` (which no plan can undercut) and ``gap``
-    (how far above it the plan is, as a fraction). For other bucket sizes pass a function:
-    ``functools.partial(plan_bucket, bucket_bytes=5 * 2**20)``.
+    (how far above it the plan is, as a fraction). ``planner`` is a name that `planner_of` knows, or a function.
     """
-    if not callable(planner):
-        if planner not in PLANNERS:
-            raise PlanError(f"planner {quote(planner)} is unknown, expected one of {', '.join(PLANNERS)}")
-        planner = PLANNERS[planner]
-    plan = planner(trace, cost)
+    plan = (planner if callable(planner) else planner_of(planner))(trace, cost)
     timeline = predict(trace, cost, plan)
     bound_s = lower_bound_s(trace, cost)
     predicted = {

@@ -205,7 +205,7 @@ def _run_case(name: str, run: TrainingRun, planners: Mapping[str, Planner]) -> C
     if timeline is None:
         return None
     strategy = CaseStrategy(str(run.config.get("strategy", timeline.planner)), predicted, run.timeline)
-    network = _said_network(cost) if cost is not None else None
+    network = run.environment.get("network") or (_said_network(cost) if cost is not None else None)
     case = Case(timeline.model, f"{network or 'a network'} ({name})", timeline.workers, (strategy,), run.trace, cost)
     return _planned(case, planners)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mgwfbp.errors import PlanError
 from mgwfbp.measure.agreement import first_line, gather
 from mgwfbp.plan import MergePlan
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["agree_on_plan"]
 
@@ -47,6 +47,18 @@ def agree_on_plan(
     return plan
 
 
+def _describe_message(index: int, mine: Sequence[str], theirs: Sequence[str], other: int) -> str:
+    """Name the first gradient in which a message of rank 0 and of another rank differ; whole ones may look alike."""
+    counts = f"message {index} holds {plural(len(mine), 'gradient')} on rank 0 and {len(theirs)} on rank {other}"
+    place = next(place for place, pair in enumerate(zip_longest(mine, theirs)) if pair[0] != pair[1])
+    after = f" after {quote(mine[place - 1])}" if place else " first"
+    if place >= len(mine):
+        return f"{counts}, and there {quote(theirs[place])} comes{after}"
+    if place >= len(theirs):
+        return f"{counts}, and on rank 0 {quote(mine[place])} comes{after}"
+    return f"{counts}: {quote(mine[place])} comes{after} on rank 0 and {quote(theirs[place])} on rank {other}"
+
+
 def fingerprint(groups: Groups) -> str:
     """Return a short text that differs where the messages of two plans differ."""
     return "" if groups is None else hashlib.sha256(json.dumps(groups).encode()).hexdigest()
@@ -56,8 +68,8 @@ def describe_difference(by_rank: Sequence[Groups]) -> str:
     """Say which ranks differ from rank 0, and in which message first.
 
     >>> print(describe_difference([[["b"], ["a"]], [["b"], ["a"]], [["b", "a"]], None]))
-    the ranks have different plans: message 0 is ['b'] on rank 0 and ['b', 'a'] on rank 2 (ranks that differ from rank \
-0: 2, 3); give every rank the same plan
+    the ranks have different plans: message 0 holds 1 gradient on rank 0 and 2 on rank 2, and there 'a' comes after 'b' \
+(ranks that differ from rank 0: 2, 3); give every rank the same plan
     """
     others = [rank for rank, groups in enumerate(by_rank) if groups != by_rank[0]]
     shown = ", ".join(str(rank) for rank in others[:8]) + (", …" if len(others) > 8 else "")
@@ -69,8 +81,7 @@ def describe_difference(by_rank: Sequence[Groups]) -> str:
         index, mine, theirs = next(
             (index, mine, theirs) for index, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs
         )
-        has = ["absent" if one is None else quote(one) for one in (mine, theirs)]
-        difference = f"message {index} is {has[0]} on rank 0 and {has[1]} on rank {others[0]}"
+        difference = _describe_message(index, mine or [], theirs or [], others[0])
     return (
         f"the ranks have different plans: {difference} (ranks that differ from rank 0: {shown}); "
         "give every rank the same plan"

@@ -3,15 +3,14 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from mgwfbp.cost import Cost, LinearCost
-from mgwfbp.errors import StrategyError
+from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import PLANNERS, Planner, find_plan, plan_bucket, plan_wfbp
+from mgwfbp.planners import Planner, find_plan, plan_wfbp, planner_of
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
 from mgwfbp.runtime.compile_private import uncompiled
 from mgwfbp.runtime.distributed import DistributedDataParallel
@@ -108,20 +107,13 @@ def plan_for(
 def _planner(strategy: str) -> Planner:
     if strategy in ("naive", "ps"):
         return plan_wfbp
-    if strategy.startswith("bucket-"):
-        try:
-            size_bytes = int(float(strategy.removeprefix("bucket-")) * 2**20)
-        except (ValueError, OverflowError):
-            size_bytes = 0
-        if size_bytes > 0:
-            # As torch does for a bucket_cap_mb that is given: the first bucket is no smaller.
-            return partial(plan_bucket, first_bucket_bytes=size_bytes, bucket_bytes=size_bytes)
-    if strategy not in PLANNERS:
+    try:
+        return planner_of(strategy)
+    except PlanError:
         raise StrategyError(
             f"strategy {quote(strategy)} is unknown, expected one of {', '.join(STRATEGIES)}, bucket-N for N MiB, or "
             "the path of a plan"
-        )
-    return PLANNERS[strategy]
+        ) from None
 
 
 def _is_path(text: str) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import FileError, MgwfbpError, TrainError
-from mgwfbp.measure.agreement import first_line, gather, together
+from mgwfbp.measure.agreement import backend_name, first_line, gather, together
 from mgwfbp.run import RunResults, TrainingRun
 from mgwfbp.train.batches import Batches
 from mgwfbp.train.checkpoints import Checkpoint, CheckpointFolder
@@ -74,12 +74,14 @@ def run_worker(
     resume: bool,
     is_asked_to_stop: Callable[[], bool],
     listener: Listener,
+    network: str = "",
     job: Job | None = None,
 ) -> bool:
     """Train as one rank of the process group that is there; return True at the end, False after being told to stop.
 
     Rank 0 alone reads and writes the run's folder: on many machines it need not be shared. ``resume`` goes on from
-    the last whole checkpoint, if there is one; so does a restart of the ``job`` that began the run.
+    the last whole checkpoint, if there is one; so does a restart of the ``job`` that began the run. ``network`` is what
+    the run's folder calls the network between the workers.
     """
     rank = dist.get_rank()
     # The group that is there waited for slow starters; from now on a worker that is silent for so long hangs.
@@ -119,7 +121,7 @@ def run_worker(
         writer = RunWriter(folder, listener, tensorboard=config.tensorboard)
         writer.open_logs(step=checkpoint.step if checkpoint else 0, epoch=checkpoint.epoch if checkpoint else 0)
         outlet = Outlet(writer, listener, store)
-    _write_records(outlet.writer, config, wrapped, describe_environment(device, dist.get_backend(), hosts))
+    _write_records(outlet.writer, config, wrapped, describe_environment(device, backend_name(), network, hosts))
     skipped: list[str] = []
 
     def on_skip(problem: str) -> None:

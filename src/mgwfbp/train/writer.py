@@ -145,7 +145,7 @@ def _csv_line(line: LoggedStep) -> str:
     return text.getvalue()
 
 
-def describe_environment(device: torch.device, backend: str, hosts: list[str]) -> dict[str, Any]:
+def describe_environment(device: torch.device, backend: str, network: str, hosts: list[str]) -> dict[str, Any]:
     """Return what a result depends on besides the configuration."""
     libraries = {}
     for name in ("mgwfbp", "torch", "torchvision", "numpy", "scikit-learn"):
@@ -163,6 +163,7 @@ def describe_environment(device: torch.device, backend: str, hosts: list[str]) -
         "threads": torch.get_num_threads(),
         "cuda": cuda,
         "backend": backend,
+        "network": network,
         "hosts": hosts,
         "command": sys.argv,
     }
