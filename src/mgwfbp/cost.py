@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from mgwfbp.errors import CostError, FormatError
 from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real, naming, read_json
-from mgwfbp.units import format_bytes, format_seconds, quote
+from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
 __all__ = ["Cost", "LinearCost", "PiecewiseCost", "cheapest_s", "cost_from_json", "load_cost"]
 
@@ -66,7 +66,8 @@ class LinearCost(Record):
 
     def __repr__(self) -> str:
         return (
-            f"LinearCost({self.workers} workers: {format_seconds(self.startup_s)} + {self.per_byte_s * 1e9:.3g} ns/B)"
+            f"LinearCost({plural(self.workers, 'worker')}: {format_seconds(self.startup_s)} + "
+            f"{self.per_byte_s * 1e9:.3g} ns/B)"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class PiecewiseCost(Record):
     def __repr__(self) -> str:
         (first, first_s), (last, last_s) = self.points[0], self.points[-1]
         return (
-            f"PiecewiseCost({self.workers} workers: {len(self.points)} points from {format_bytes(first)} in "
+            f"PiecewiseCost({plural(self.workers, 'worker')}: {len(self.points)} points from {format_bytes(first)} in "
             f"{format_seconds(first_s)} to {format_bytes(last)} in {format_seconds(last_s)})"
         )
 

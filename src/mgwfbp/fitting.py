@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import CostError
 from mgwfbp.record import check_count, check_items, check_real
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["Fit", "FitKind", "Sample", "fit", "fit_quality", "nearest_line", "never_falling"]
 
@@ -85,7 +85,7 @@ def _medians(samples: Sequence[Sample]) -> tuple[_Floats, _Floats]:
     by_size = groupby(sorted(checked), key=lambda sample: sample[0])
     rows = [(size, median(time for _, time in group)) for size, group in by_size]
     if len(rows) < 2:
-        raise CostError(f"samples of {len(rows)} size(s), a cost needs those of 2 or more")
+        raise CostError(f"samples of {plural(len(rows), 'size')}, a cost needs those of 2 or more")
     sizes, times = np.array(rows).T
     return sizes, times
 

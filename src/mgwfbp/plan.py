@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from mgwfbp.errors import PlanError
 from mgwfbp.record import Fields, Record, check_free_form, check_items, check_text, first_repeated
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["MergePlan"]
 
@@ -45,8 +45,8 @@ class MergePlan(Record):
         sizes = [str(size) for size in self.group_sizes]
         shown = "+".join(sizes if len(sizes) <= 12 else [*sizes[:11], "…"])
         return (
-            f"MergePlan({quote(self.model)} by {quote(self.planner)}: {len(self.layer_names)} gradients in "
-            f"{self.num_groups} messages, {shown})"
+            f"MergePlan({quote(self.model)} by {quote(self.planner)}: {plural(len(self.layer_names), 'gradient')} in "
+            f"{plural(self.num_groups, 'message')}, {shown})"
         )
 
     @classmethod
@@ -64,7 +64,8 @@ class MergePlan(Record):
             groups.append(tuple(names[taken : taken + size]))
             taken += size
         if taken != len(names):
-            raise PlanError(f"sizes add up to {taken}, the model {quote(trace.model)} has {len(names)} gradients")
+            there = plural(len(names), "gradient")
+            raise PlanError(f"sizes add up to {taken}, the model {quote(trace.model)} has {there}")
         return cls(trace.model, planner, tuple(groups))
 
     @property
@@ -93,7 +94,7 @@ class MergePlan(Record):
                 shown = ", ".join(quote(name) for name in sorted(some)[:3])
                 differences.append(f"{label}: {shown}{', …' if len(some) > 3 else ''}")
         raise PlanError(
-            f"the plan for {quote(self.model)} covers {len(mine)} gradients, {what} has {len(theirs)} "
+            f"the plan for {quote(self.model)} covers {plural(len(mine), 'gradient')}, {what} has {len(theirs)} "
             f"({'; '.join(differences)}); it was made for another model: make a new one with `mgwfbp plan`"
         )
 

@@ -20,7 +20,7 @@ from mgwfbp.record import (
 )
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_seconds, quote
+from mgwfbp.units import format_seconds, plural, quote
 
 __all__ = ["BenchResult", "StrategyResult"]
 
@@ -131,8 +131,8 @@ class BenchResult(Record):
     def __repr__(self) -> str:
         fastest = min(self.strategies, key=lambda result: result.measured_s)
         return (
-            f"BenchResult({quote(self.model)}, {self.workers} workers on {quote(self.network)}: "
-            f"{len(self.strategies)} strategies, fastest {quote(fastest.strategy)} in "
+            f"BenchResult({quote(self.model)}, {plural(self.workers, 'worker')} on {quote(self.network)}: "
+            f"{plural(len(self.strategies), 'strategy', 'strategies')}, fastest {quote(fastest.strategy)} in "
             f"{format_seconds(fastest.measured_s)}, computation {format_seconds(self.compute_s)})"
         )
 

@@ -36,7 +36,7 @@ from mgwfbp.record import (
 )
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["LoggedEpoch", "LoggedStep", "RunResults", "TrainingRun", "log_line", "read_log"]
 
@@ -206,9 +206,9 @@ class TrainingRun:
 
     def __repr__(self) -> str:
         if self.results is not None:
-            how = f"{self.results.epochs} epochs, top-1 {self.results.top1:.2%}"
+            how = f"{plural(self.results.epochs, 'epoch')}, top-1 {self.results.top1:.2%}"
         else:
-            how = f"not finished, {len(self.epochs)} epochs so far"
+            how = f"not finished, {plural(len(self.epochs), 'epoch')} so far"
         model, strategy = self.config.get("model"), self.config.get("strategy")
         return f"TrainingRun({quote(model)} by {quote(strategy)} in {self.folder}: {how})"
 

@@ -10,7 +10,7 @@ from mgwfbp.network import Network
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import Fields, Record, check_count, check_items, check_real, check_text
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_seconds, quote
+from mgwfbp.units import format_seconds, plural, quote
 
 __all__ = ["Span", "Timeline", "lower_bound_s", "predict", "predict_naive", "predict_parameter_server"]
 
@@ -75,8 +75,8 @@ class Timeline(Record):
 
     def __repr__(self) -> str:
         return (
-            f"Timeline({quote(self.model)} by {quote(self.planner)}, {self.workers} workers: "
-            f"{format_seconds(self.iteration_s)} in {len(self.messages)} messages, "
+            f"Timeline({quote(self.model)} by {quote(self.planner)}, {plural(self.workers, 'worker')}: "
+            f"{format_seconds(self.iteration_s)} in {plural(len(self.messages), 'message')}, "
             f"{format_seconds(self.exposed_s)} exposed)"
         )
 

@@ -18,7 +18,7 @@ from mgwfbp.record import (
     check_text,
     first_repeated,
 )
-from mgwfbp.units import format_bytes, format_seconds, quote
+from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
 __all__ = ["LayerTrace", "ModelTrace", "layers_of", "load_trace", "recorded_traces"]
 
@@ -89,7 +89,7 @@ class ModelTrace(Record):
 
     def __repr__(self) -> str:
         return (
-            f"ModelTrace({quote(self.model)}: {len(self.layers)} gradients, {format_bytes(self.grad_bytes)}, "
+            f"ModelTrace({quote(self.model)}: {plural(len(self.layers), 'gradient')}, {format_bytes(self.grad_bytes)}, "
             f"forward {format_seconds(self.forward_s)}, backward {format_seconds(self.backward_s)})"
         )
 

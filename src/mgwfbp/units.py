@@ -1,6 +1,6 @@
-"""Seconds and bytes as people read them."""
+"""Seconds, bytes and counts as people read them."""
 
-__all__ = ["format_bytes", "format_seconds", "quote"]
+__all__ = ["format_bytes", "format_seconds", "plural", "quote"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -25,6 +25,15 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """Say how many there are of something.
+
+    >>> plural(1, "message"), plural(2, "message"), plural(0, "strategy", "strategies")
+    ('1 message', '2 messages', '0 strategies')
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def quote(value: object, limit: int = 60) -> str:

@@ -115,7 +115,7 @@ def test_two_levels_slow_links_and_algorithms_are_options(trace_file: str, capsy
         (("--jitter", "-0.1"), 2, "--jitter"),
         (("--jitter", "0.1", "--steps", "3"), 1, "even number"),
         (("--straggler", "0.5"), 2, "--straggler"),
-        (("--straggler", "2", "--straggler", "2", "--workers", "1"), 1, "2 stragglers among 1 workers"),
+        (("--straggler", "2", "--straggler", "2", "--workers", "1"), 1, "2 stragglers among 1 worker"),
         (("--contention", "0"), 2, "--contention"),
         (("--in-flight", "0"), 2, "--in-flight"),
         (("--per-node", "3", "--inside", "nvlink3"), 1, "do not fill nodes of 3"),

@@ -42,7 +42,7 @@ def test_a_complete_run_is_read_back_whole(tmp_path: Path) -> None:
     assert [(line.step, line.exposed_s) for line in run.steps] == [(10, None), (20, 0.001)]
     assert run.epochs[0].top1 == 0.97
     assert run.tuning == {"state": "settled"}
-    assert "1 epochs, top-1 97.00%" in repr(run)
+    assert "1 epoch, top-1 97.00%" in repr(run)
 
 
 def test_a_run_that_has_only_begun_is_read_too(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from mgwfbp.runtime.load import agreed_time_s, cost_under_load
 from mgwfbp.runtime.observer import Observation
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace, layers_of
+from mgwfbp.units import plural
 
 __all__ = ["Learnt", "Terms", "after_backward", "learn", "message_times", "observe", "trace_of_steps", "undisturbed"]
 
@@ -49,8 +50,8 @@ class Terms:
 
     def __str__(self) -> str:
         return (
-            f"{self.strategy}, {self.num_messages} messages: computation {self.computation_slowed:+.1%}, slowest rank "
-            f"{self.slowest_rank:+.1%}, messages {self.messages_slowed:+.1%}"
+            f"{self.strategy}, {plural(self.num_messages, 'message')}: computation {self.computation_slowed:+.1%}, "
+            f"slowest rank {self.slowest_rank:+.1%}, messages {self.messages_slowed:+.1%}"
         )
 
 

@@ -1,6 +1,7 @@
 """Results as rows of text: what a table shows, apart from how it is drawn."""
 
 from mgwfbp.results import BenchResult, StrategyResult
+from mgwfbp.units import plural
 
 __all__ = ["beaten_by", "bench_rows", "bench_titles", "disagreements", "error_summary", "noise_summary"]
 
@@ -56,7 +57,7 @@ def _row(result: BenchResult, one: StrategyResult, scale: int) -> tuple[str, ...
 def error_summary(*results: BenchResult) -> str:
     """Say how far predictions are from what was measured, over all strategies of one or more results."""
     errors = [
-        (abs(error), f"{name} of {result.model} on {result.workers} workers")
+        (abs(error), f"{name} of {result.model} on {plural(result.workers, 'worker')}")
         for result in results
         for name, error in result.prediction_errors.items()
     ]

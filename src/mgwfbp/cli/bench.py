@@ -31,7 +31,7 @@ from mgwfbp.errors import StrategyError
 from mgwfbp.record import write_text
 from mgwfbp.results import BenchResult
 from mgwfbp.trace import ModelTrace, load_trace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from mgwfbp.bench.contest import Case
@@ -201,7 +201,7 @@ def _show(result: BenchResult, output: str | None, markdown: str | None) -> None
         print_table(titles, rows)
     talk(f"{result!r}; {summary}")
     if markdown is not None:
-        heading = f"{result.model}, {result.workers} workers, {result.network}"
+        heading = f"{result.model}, {plural(result.workers, 'worker')}, {result.network}"
         table = Grid(titles, tuple(rows))
         write_text(markdown, to_markdown("Strategies side by side", [Section(heading, (table, summary))]))
         talk(f"wrote {markdown}")

@@ -15,7 +15,7 @@ from mgwfbp.cli.report import report
 from mgwfbp.errors import FileError, LabError, TrainError
 from mgwfbp.lab import Cluster, parse_rate, run_lab
 from mgwfbp.run import TrainingRun
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, plural
 
 __all__ = ["demo"]
 
@@ -51,7 +51,7 @@ def demo(
             talk(f"\n{strategy}: {workers} emulated hosts with links of {rate}")
             lab = _train_in_lab(command, cluster)
         if not lab:
-            talk(f"\n{strategy}: {workers} workers on this machine")
+            talk(f"\n{strategy}: {plural(workers, 'worker')} on this machine")
             _train_here([*command, "--workers", str(workers)])
         runs.append(TrainingRun.load(place))
         if runs[-1].results is None:

@@ -26,6 +26,7 @@ from mgwfbp.cli.workloads import (
 )
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
+from mgwfbp.units import plural
 
 __all__ = ["measure"]
 
@@ -187,7 +188,8 @@ def _write_trace(trace: ModelTrace, output: str | None) -> None:
     write_record(trace, output)
     talk(repr(trace))
     if trace.source.get("foreign_gradients"):
-        talk(f"left out: {trace.source['foreign_gradients']} gradients of a shape that no parameter of the model has")
+        left_out = plural(trace.source["foreign_gradients"], "gradient")
+        talk(f"left out: {left_out} of a shape that no parameter of the model has")
     if trace.source.get("unused"):
         talk(f"unused parameters, ready from the start: {', '.join(trace.source['unused'][:5])}")
     if trace.source.get("num_orders", 1) > 1:

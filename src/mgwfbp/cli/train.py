@@ -18,6 +18,7 @@ from mgwfbp.errors import MgwfbpError, TrainError
 from mgwfbp.run import TrainingRun
 from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
 from mgwfbp.train.listener import Listener
+from mgwfbp.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -244,7 +245,7 @@ def _start(config: TrainConfig, folder: Path, *, resume: bool, max_restarts: int
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # The options again: of two --output the last one counts.
     command = [sys.executable, "-m", "mgwfbp", *sys.argv[1:], "--output", str(folder)]
-    talk(f"{folder}: {config.workers} workers, {config.model} on {config.data}, strategy {config.strategy}")
+    talk(f"{folder}: {plural(config.workers, 'worker')}, {config.model} on {config.data}, strategy {config.strategy}")
     stopped_by = launch(
         command, workers=config.workers, max_restarts=max_restarts, shutdown_s=int(min(SHUTDOWN_S, config.timeout_s))
     )
@@ -261,9 +262,10 @@ def _show_results(folder: Path) -> None:
     results = TrainingRun.load(folder).results
     if results is None:
         raise TrainError(f"{folder}: the workers ended without results")
-    messages = "torch's own buckets" if results.num_messages is None else f"{results.num_messages} messages a step"
+    count = results.num_messages
+    messages = "torch's own buckets" if count is None else f"{plural(count, 'message')} a step"
     typer.echo(
-        f"top-1 {results.top1:.2%}, top-5 {results.top5:.2%} after {results.epochs} epochs; "
+        f"top-1 {results.top1:.2%}, top-5 {results.top5:.2%} after {plural(results.epochs, 'epoch')}; "
         f"{results.samples_per_s:.0f} samples/s in {messages}; {folder}"
     )
 

@@ -15,6 +15,7 @@ from mgwfbp.measure.kineto import RECORD, Event, Profile, read_profile
 from mgwfbp.measure.workload import Workload, trainable
 from mgwfbp.record import naming
 from mgwfbp.trace import ModelTrace, layers_of
+from mgwfbp.units import plural
 
 __all__ = ["trace_from_profile"]
 
@@ -79,8 +80,8 @@ def _whole_passes(profile: Profile, wanted: Counter[tuple[int, ...]]) -> list[_P
         if odd is not None:
             hint = f"a gradient of shape {list(odd)} is not the model's"
         raise FormatError(
-            f"no whole backward pass among {found.total()} gradients ({hint}): another model, or less than a step? "
-            f"{RECORD}"
+            f"no whole backward pass among {plural(found.total(), 'gradient')} ({hint}): another model, or less than "
+            f"a step? {RECORD}"
         )
     return passes
 

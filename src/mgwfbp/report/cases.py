@@ -14,6 +14,7 @@ from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.run import TrainingRun
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
+from mgwfbp.units import plural
 
 __all__ = ["Case", "CaseStrategy", "How", "StepRow", "find_cases", "step_rows"]
 
@@ -47,7 +48,7 @@ class Case:
     def title(self) -> str:
         """What to call it in a heading."""
         place = f" over {self.where}" if self.where else ""
-        return f"{self.model} on {self.workers} worker{'s' * (self.workers != 1)}{place}"
+        return f"{self.model} on {plural(self.workers, 'worker')}{place}"
 
 
 @dataclass(frozen=True, slots=True)

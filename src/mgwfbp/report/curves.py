@@ -7,7 +7,7 @@ from mgwfbp.cost import LinearCost
 from mgwfbp.report.chart import Chart, Series, Table
 from mgwfbp.report.inputs import KnownCost
 from mgwfbp.run import TrainingRun
-from mgwfbp.units import format_bytes, format_seconds
+from mgwfbp.units import format_bytes, format_seconds, plural
 
 __all__ = ["allreduce_chart", "run_charts"]
 
@@ -49,7 +49,7 @@ def allreduce_chart(name: str, cost: KnownCost) -> Chart:
     ]
     titles = ("bytes", series[0].name, *(["measured", "error"] * bool(measured)), *(["alone"] * bool(alone)))
     return Chart(
-        title=f"All-reduce over {cost.workers} workers: {name}",
+        title=f"All-reduce over {plural(cost.workers, 'worker')}: {name}",
         kind="lines",
         series=tuple(series),
         table=Table(titles, tuple(lines)),

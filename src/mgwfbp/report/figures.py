@@ -21,7 +21,7 @@ except ImportError as _missing:
 from mgwfbp.report.chart import Chart
 from mgwfbp.report.paper import Figure
 from mgwfbp.timeline import Timeline
-from mgwfbp.units import format_bytes, format_seconds
+from mgwfbp.units import format_bytes, format_seconds, plural
 
 __all__ = ["FigureFormat", "draw_chart", "draw_timelines", "render_figure"]
 
@@ -89,9 +89,8 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
         end_s = timeline.compute_s
         late = [(max(start_s, end_s), stop_s) for start_s, stop_s in messages if stop_s > end_s]
         _draw_lane(axes, top - 1.05, late, EXPOSED)
-        count = len(timeline.messages)
         words = (
-            f"{label}: {count} message{'s' * (count != 1)}, step {format_seconds(timeline.iteration_s)}, "
+            f"{label}: {plural(len(timeline.messages), 'message')}, step {format_seconds(timeline.iteration_s)}, "
             f"exposed {format_seconds(timeline.exposed_s)}"
         )
         axes.text(0, top + 1.05, _plain(words), fontsize=8, va="bottom")

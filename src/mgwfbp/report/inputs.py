@@ -16,7 +16,7 @@ from mgwfbp.results import BenchResult
 from mgwfbp.run import RunResults, TrainingRun
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace, load_trace, recorded_traces
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["Inputs", "KnownCost", "ScalingRow", "load_inputs"]
 
@@ -68,7 +68,7 @@ class Inputs:
             ("training run", self.runs),
         ]
         found = [(name, kind, _describe(record)) for kind, some in records for name, record in some]
-        return (*found, *((name, "simulation", f"{len(rows)} points") for name, rows in self.sweeps))
+        return (*found, *((name, "simulation", plural(len(rows), "point")) for name, rows in self.sweeps))
 
 
 def _describe(record: object) -> str:

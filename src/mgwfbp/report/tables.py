@@ -12,7 +12,7 @@ from mgwfbp.results import BenchResult
 from mgwfbp.simulate.evaluation import size_distribution
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_bytes, format_seconds
+from mgwfbp.units import format_bytes, format_seconds, plural
 
 __all__ = [
     "COMPUTATION_COLOR",
@@ -162,7 +162,7 @@ def _scaling_pair(title: str, rows: Sequence[ScalingRow]) -> list[Chart]:
             title=f"{what}: {title}",
             kind="lines",
             series=(*series, *extra),
-            table=Table(("strategy", *(f"{count} workers" for count in counts)), tuple(cells)),
+            table=Table(("strategy", *(plural(count, "worker") for count in counts)), tuple(cells)),
             x_label="workers",
             y_label=what.lower(),
             y_unit=unit,

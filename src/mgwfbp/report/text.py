@@ -6,7 +6,7 @@ from mgwfbp.report.cases import Case
 from mgwfbp.report.perfetto import timelines_of
 from mgwfbp.report.words import summarize
 from mgwfbp.timeline import Span, Timeline
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, plural
 
 __all__ = ["draw_case", "draw_timeline"]
 
@@ -42,7 +42,7 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     whole_s = whole_s or timeline.iteration_s
     columns = max(10, width - _GUTTER)
     title = (
-        f"{label or timeline.planner}: {len(timeline.messages)} message{'s' * (len(timeline.messages) != 1)}, step "
+        f"{label or timeline.planner}: {plural(len(timeline.messages), 'message')}, step "
         f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}"
     )
     forward = [(timeline.forward, "f")]

@@ -10,7 +10,7 @@ from mgwfbp.report.whatif import faster_bandwidth, no_startup
 from mgwfbp.run import TrainingRun
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, plural
 
 __all__ = [
     "Remedy",
@@ -128,7 +128,7 @@ def _fastest(current: StepRow, others: Sequence[StepRow]) -> str:
         return f"None of the other strategies {current.how} is faster."
     return (
         f"The shortest step {current.how} is that of {best.strategy}: {format_seconds(best.iteration_s)} in "
-        f"{_messages(best.num_messages)}, {_times(gain)} as fast."
+        f"{plural(best.num_messages, 'message')}, {_times(gain)} as fast."
     )
 
 
@@ -138,7 +138,7 @@ def _help(remedies: Sequence[Remedy], current: StepRow) -> str:
     now_s = current.iteration_s
     if merging.gain(now_s) > 1 + WORTH:
         first = (
-            f"merging gradients in the best way, into {_messages(merging.num_messages)}, would make the step "
+            f"merging gradients in the best way, into {plural(merging.num_messages, 'message')}, would make the step "
             f"{_times(merging.gain(now_s))} as fast ({format_seconds(merging.iteration_s)})"
         )
     else:
@@ -172,10 +172,6 @@ def _name(strategy: str) -> str:
     return f"PyTorch's default buckets ({strategy})" if strategy in DEFAULTS else strategy
 
 
-def _messages(count: int) -> str:
-    return f"{count} message{'s' * (count != 1)}"
-
-
 def _times(gain: float) -> str:
     """Say a ratio.
 
@@ -197,7 +193,7 @@ def summarize_scaling(rows: Sequence[ScalingRow]) -> list[str]:
         equals = [row for row in last.values() if row.iteration_s <= shortest_s * (1 + 1e-9)]
         best = next((row for row in equals if row.strategy == "optimal"), equals[0])
         words = (
-            f"{model} over {network}, {how}: on {workers} workers {best.strategy} is fastest, "
+            f"{model} over {network}, {how}: on {plural(workers, 'worker')} {best.strategy} is fastest, "
             f"{format_seconds(best.iteration_s)} a step and {best.efficiency:.0%} efficient"
         )
         other = next((last[name] for name in DEFAULTS if name in last), None)
@@ -215,14 +211,14 @@ def summarize_runs(runs: Sequence[tuple[str, TrainingRun]]) -> list[str]:
         if run.results is not None:
             found = run.results
             sentences.append(
-                f"{name}: {model} with {strategy} on {found.workers} worker{'s' * (found.workers != 1)} reached "
-                f"{found.top1:.2%} top-1 accuracy in {found.epochs} epoch{'s' * (found.epochs != 1)}, at "
+                f"{name}: {model} with {strategy} on {plural(found.workers, 'worker')} reached "
+                f"{found.top1:.2%} top-1 accuracy in {plural(found.epochs, 'epoch')}, at "
                 f"{found.samples_per_s:.4g} samples per second."
             )
         elif run.epochs:
             last = run.epochs[-1]
             sentences.append(
-                f"{name}: {model} with {strategy} is not finished; after {len(run.epochs)} epochs "
+                f"{name}: {model} with {strategy} is not finished; after {plural(len(run.epochs), 'epoch')} "
                 f"its top-1 accuracy is {last.top1:.2%}."
             )
         else:

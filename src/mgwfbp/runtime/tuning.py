@@ -6,7 +6,7 @@ from typing import Any, Literal
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, plural
 
 __all__ = ["Candidate", "Tuning"]
 
@@ -73,9 +73,10 @@ class Tuning:
             )
         }
         return (
-            f"Tuning(settled after {self.steps} steps on {chosen.name!r}: {chosen.plan.num_groups} messages a step, "
-            f"DDP's own buckets {self.messages_before}; {ms['after']} a step, was {ms['before']}, "
-            f"predicted {ms['predicted']}; {ms['exposed']} of communication exposed; tuning took {ms['spent']})"
+            f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
+            f"{plural(chosen.plan.num_groups, 'message')} a step, DDP's own buckets {self.messages_before}; "
+            f"{ms['after']} a step, was {ms['before']}, predicted {ms['predicted']}; "
+            f"{ms['exposed']} of communication exposed; tuning took {ms['spent']})"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from mgwfbp.errors import SimulationError
 from mgwfbp.network import Network
 from mgwfbp.record import check_count, check_text
 from mgwfbp.simulate.scenario import check_factors
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["Cluster", "CostSource", "MeasuredCluster"]
 
@@ -59,7 +59,7 @@ class Cluster:
         object.__setattr__(self, "workers_per_node", per_node)
         object.__setattr__(self, "slow_links", check_factors(self.slow_links, "slow_links"))
         if per_node > 1 and self.inside is None:
-            raise SimulationError(f"{per_node} workers per node, but no network inside a node is given")
+            raise SimulationError(f"{plural(per_node, 'worker')} per node, but no network inside a node is given")
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class Cluster:
             return 1, self.inside.cost(count)
         if count % self.workers_per_node:
             raise SimulationError(
-                f"{count} workers do not fill nodes of {self.workers_per_node}, expected a multiple of it"
+                f"{plural(count, 'worker')} do not fill nodes of {self.workers_per_node}, expected a multiple of it"
             )
         return count // self.workers_per_node, self.inside.cost(self.workers_per_node)
 
@@ -125,8 +125,8 @@ class MeasuredCluster:
         count = check_count(workers, "workers", SimulationError, minimum=1)
         if count != self.measured.workers:
             raise SimulationError(
-                f"{quote(self.name)} was measured on {self.measured.workers} workers, which says nothing of {count}; "
-                "give a network for other numbers"
+                f"{quote(self.name)} was measured on {plural(self.measured.workers, 'worker')}, which says nothing of "
+                f"{count}; give a network for other numbers"
             )
         return self.measured
 

@@ -10,7 +10,7 @@ from mgwfbp.errors import SimulationError
 from mgwfbp.record import check_count
 from mgwfbp.simulate.scenario import Scenario
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["Computation", "draw_computation"]
 
@@ -58,8 +58,9 @@ def _jittered(spans_s: NDArray[np.float64], num_workers: int, scenario: Scenario
     num_rows = bool(shared) + num_spans * bool(own)
     if max(num_rows * num_workers, num_spans * scenario.steps) > _MAX_NUMBERS:
         raise SimulationError(
-            f"{scenario.steps} steps of {num_workers} workers with {num_spans - 1} gradients do not fit into 1 GiB; "
-            "simulate fewer steps, or share the jitter (jitter_shared = 1)"
+            f"{plural(scenario.steps, 'step')} of {plural(num_workers, 'worker')} with "
+            f"{plural(num_spans - 1, 'gradient')} do not fit into 1 GiB; simulate fewer steps, or share the jitter "
+            "(jitter_shared = 1)"
         )
     slowdowns = np.ones(num_workers)
     slowdowns[: len(scenario.stragglers)] = scenario.stragglers

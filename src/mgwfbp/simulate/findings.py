@@ -6,6 +6,7 @@ from itertools import groupby, pairwise
 
 from mgwfbp.simulate.limits import NEAR, Limit
 from mgwfbp.simulate.sweep import BASELINES, SweepRow
+from mgwfbp.units import plural
 
 __all__ = ["Finding", "find_crossing", "find_limits"]
 
@@ -28,7 +29,7 @@ class Finding:
 
     def __str__(self) -> str:
         first, last = self.workers[0], self.workers[-1]
-        where = f"{self.network}, {first}{f' to {last}' if last > first else ''} workers"
+        where = f"{self.network}, {f'{first} to ' if last > first else ''}{plural(last, 'worker')}"
         if self.scale != 1.0:
             where += f", computation x {self.scale:g}"
         return f"{where}: {self._verdict()}"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mgwfbp.errors import SimulationError
 from mgwfbp.record import check_count, check_real
+from mgwfbp.units import plural
 
 __all__ = ["IDEAL", "MAX_JITTER", "Scenario", "check_factors"]
 
@@ -71,7 +72,7 @@ class Scenario:
         """Raise unless there are at least as many workers as stragglers."""
         if len(self.stragglers) > workers:
             raise SimulationError(
-                f"{len(self.stragglers)} stragglers among {workers} workers, expected at most so many"
+                f"{len(self.stragglers)} stragglers among {plural(workers, 'worker')}, expected at most so many"
             )
 
 

@@ -15,7 +15,7 @@ from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_seconds, quote
+from mgwfbp.units import format_seconds, plural, quote
 
 __all__ = ["Link", "Simulation", "send_messages", "simulate_steps"]
 
@@ -147,9 +147,10 @@ class Simulation:
 
     def __repr__(self) -> str:
         return (
-            f"Simulation({quote(self.computation.trace.model)} by {quote(self.plan.planner)}, {self.workers} workers: "
-            f"{self.computation.scenario.steps} steps, {format_seconds(self.mean_iteration_s)} in "
-            f"{self.plan.num_groups} messages, {format_seconds(self.mean_exposed_s)} exposed)"
+            f"Simulation({quote(self.computation.trace.model)} by {quote(self.plan.planner)}, "
+            f"{plural(self.workers, 'worker')}: {plural(self.computation.scenario.steps, 'step')}, "
+            f"{format_seconds(self.mean_iteration_s)} in {plural(self.plan.num_groups, 'message')}, "
+            f"{format_seconds(self.mean_exposed_s)} exposed)"
         )
 
     @property

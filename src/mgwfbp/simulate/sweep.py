@@ -112,7 +112,7 @@ def scale_trace(trace: ModelTrace, scale: float) -> ModelTrace:
 
     >>> from mgwfbp.trace import LayerTrace
     >>> scale_trace(ModelTrace("toy", 3.0, (LayerTrace("a", 2.0, 8),)), 0.5)
-    ModelTrace('toy': 1 gradients, 8 B, forward 1.5 s, backward 1 s)
+    ModelTrace('toy': 1 gradient, 8 B, forward 1.5 s, backward 1 s)
     """
     if scale == 1.0:
         return trace

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from mgwfbp.errors import TrainError
 from mgwfbp.record import check_count, check_real, check_text
 from mgwfbp.run import TrainingRun
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
 __all__ = ["Autocast", "OnCorrupt", "Schedule", "TrainConfig", "differences", "same_plan", "split_batch"]
 
@@ -112,7 +112,7 @@ class TrainConfig:
         if not steps:
             raise TrainError(
                 f"{quote(self.data)} has {num_samples} samples to train on, fewer than one batch of "
-                f"{self.global_batch} ({self.workers} workers, {self.batch_size} each)"
+                f"{self.global_batch} ({plural(self.workers, 'worker')}, {self.batch_size} each)"
             )
         return steps
 
@@ -130,7 +130,7 @@ def split_batch(global_batch: int, workers: int) -> int:
     check_count(global_batch, "the batch of all workers", TrainError, minimum=1)
     if workers < 1 or global_batch % workers:
         raise TrainError(
-            f"a batch of {global_batch} samples does not divide among {workers} workers; choose one that does"
+            f"a batch of {global_batch} samples does not divide among {plural(workers, 'worker')}; choose one that does"
         )
     return global_batch // workers
 

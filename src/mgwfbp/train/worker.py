@@ -53,7 +53,7 @@ def check_startable(config: TrainConfig) -> None:
     """Raise where a run cannot begin, before any process is started for it: data, model, strategy, device."""
     check_machine(config)
     if config.device == "cuda" and config.workers > torch.cuda.device_count():
-        raise TrainError(f"{config.workers} workers need as many GPUs, here are {torch.cuda.device_count()}")
+        raise TrainError(f"workers is {config.workers}, one GPU each, here are {torch.cuda.device_count()}")
     data = open_data(config)
     check_strategy(config, num_classes=data.num_classes, channels=data.channels)
 
