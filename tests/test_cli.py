@@ -12,8 +12,11 @@ import termios
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost
+from mgwfbp.cli import app
 from tests.examples import make_trace
 
 TRACE = make_trace([2, 4, 6, 8, 10, 12], [1] * 6)
@@ -187,6 +190,62 @@ def test_a_fit_that_is_far_off_says_what_to_do_about_it(folder: Path) -> None:
     assert "--kind piecewise" in run(folder, *command, "--kind", "linear").stderr
     (folder / "sweep.txt").write_text("".join(f"{size} {1e-4 + 1e-9 * size}\n" for size in (4, 1000, 10**6)))
     assert "measure again" not in run(folder, *command).stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "-o", "trace.json"),
+        ("report", "trace.json", "cost.json", "-o", "./trace.json", "--format", "perfetto"),
+        ("report", "trace.json", "cost.json", "-o", "link.json"),
+        ("cost", "--points", "trace.json", "--workers", "4", "-o", "trace.json"),
+        ("measure", "profile", "trace.json", "--model", "resnet18", "-o", "trace.json"),
+    ],
+)
+def test_a_result_is_never_written_over_what_it_is_made_from(folder: Path, command: tuple[str, ...]) -> None:
+    (folder / "link.json").symlink_to(folder / "trace.json")
+    before = (folder / "trace.json").read_bytes()
+    done = run(folder, *command, status=1)
+    assert "is also an input" in done.stderr
+    assert (folder / "trace.json").read_bytes() == before
+
+
+def test_compare_and_plan_take_a_network_where_the_number_of_workers_is_given(folder: Path) -> None:
+    nodes = ("--workers", "64", "--per-node", "8", "--inside", "nvlink3")
+    run(folder, "cost", "--network", "10gbe", *nodes, "-o", "c.json")
+    from_file = run(folder, "compare", "--trace", "trace.json", "--cost", "c.json", "--json").stdout
+    assert run(folder, "compare", "--trace", "trace.json", "--cost", "10gbe", *nodes, "--json").stdout == from_file
+    plan = json.loads(run(folder, "plan", "--trace", "trace.json", "--cost", "10GbE", *nodes).stdout)
+    assert plan["predicted"]["iteration_s"] == json.loads(from_file)[-1]["iteration_s"]
+    assert "--workers" in run(folder, "compare", "--trace", "trace.json", "--cost", "10gbe", status=2).stderr
+    other = run(folder, "compare", "--trace", "trace.json", "--cost", "c.json", "--workers", "8", status=1)
+    assert "measured on 64 workers" in other.stderr
+
+
+def test_planners_have_the_names_that_strategies_have_for_them(folder: Path) -> None:
+    files = ("--trace", "trace.json", "--cost", "cost.json")
+    as_ddp = json.loads(run(folder, "plan", *files, "--planner", "ddp").stdout)
+    assert as_ddp["groups"] == json.loads(run(folder, "plan", *files, "--planner", "bucket").stdout)["groups"]
+    small = json.loads(run(folder, "plan", *files, "--planner", "bucket-0.000001").stdout)
+    assert len(small["groups"]) == 6
+
+
+def commands() -> list[tuple[str, ...]]:
+    """All commands there are, as the command line itself lists them."""
+    found: list[tuple[str, ...]] = [()]
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        nested = getattr(command, "commands", {})
+        found += [(name,), *((name, inner) for inner in nested)]
+    return found
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_help_at_80_columns_cuts_nothing(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [*command, "--help"]).output
+    assert "…" not in shown
+    assert not [line for line in shown.splitlines() if line.endswith("...") and "[OPTIONS]" not in line]
+    assert max(len(line) for line in shown.splitlines()) <= 80
 
 
 def test_cost_of_a_preset_network(folder: Path) -> None:

@@ -77,9 +77,9 @@ def bench(
     output: Output = None,
     markdown: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the table, as Markdown.")] = None,
 ) -> None:
-    """Measure strategies side by side, in turns: a model of yours, or a recorded one over the real network.
+    """Measure strategies side by side, in interleaved turns.
 
-    Runs under torchrun or `mgwfbp lab`, or starts local workers itself. The table goes to stderr where the result goes
+    On a model of yours, or on a recorded one over the real network. Runs under torchrun or `mgwfbp lab`, or starts local workers itself. The table goes to stderr where the result goes
     to stdout.
     """
     spec = one_of(model=model, factory=factory, replay=replay)

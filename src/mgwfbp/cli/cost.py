@@ -7,7 +7,7 @@ import typer
 
 from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import Output
-from mgwfbp.cli.output import talk, write_record
+from mgwfbp.cli.output import check_not_input, talk, write_record
 from mgwfbp.cost import LinearCost
 from mgwfbp.fitting import LINE_IS_GOOD_ENOUGH, FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
@@ -32,12 +32,13 @@ def cost(
     inside: Inside = None,
     output: Output = None,
 ) -> None:
-    """Make a cost: fitted to a measured sweep, or from the link of a network."""
+    """Make a cost from a measured sweep or from a network."""
     sweeps = {"osu": osu, "nccl-tests": nccl_tests, "points": points}
     given = {name: path for name, path in {**sweeps, "network": network}.items() if path is not None}
     if len(given) != 1:
         raise typer.BadParameter("give exactly one", param_hint=["--osu", "--nccl-tests", "--points", "--network"])
     ((name, path),) = given.items()
+    check_not_input(output, [path])
     if name == "network":
         if kind == "piecewise":
             raise typer.BadParameter("--network gives a straight line; a curve needs a sweep", param_hint="--kind")

@@ -32,7 +32,10 @@ def demo(
         str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where the two runs are kept.")
     ] = None,
 ) -> None:
-    """Train a net on handwritten digits twice, with DDP's default and with ours, and compare."""
+    """Train a net with DDP's default and with ours, and compare.
+
+    On handwritten digits, over an emulated network.
+    """
     try:
         cluster = Cluster(num_hosts=workers, rate_bits_per_s=parse_rate(rate))
     except LabError as error:

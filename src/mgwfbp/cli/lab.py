@@ -41,7 +41,7 @@ def lab(
     ] = None,
     mps: Annotated[bool, typer.Option(help="Share a GPU by CUDA MPS, where installed and not yet running.")] = True,
 ) -> None:
-    """Run COMMAND once per rank of an emulated cluster: try a slow network without one.
+    """Run COMMAND once per rank of an emulated cluster.
 
     Each host has a network of its own, joined to the others by links of the given rate. COMMAND finds its rank in the
     environment, as under torchrun. The first rank that fails ends the others, and its exit status is this command's.

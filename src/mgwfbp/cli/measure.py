@@ -8,7 +8,7 @@ import typer
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.options import Output
-from mgwfbp.cli.output import talk, write_record
+from mgwfbp.cli.output import check_not_input, talk, write_record
 from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import network_name, process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
@@ -33,7 +33,7 @@ __all__ = ["measure"]
 # How long a rank waits for the others to come to the end of their own measurement.
 MEASURE_TIMEOUT_S = 600.0
 
-measure = typer.Typer(help="Measure the backward pass or the network, or count what another processor would take.")
+measure = typer.Typer(help="Measure the backward pass or the network.")
 
 
 @measure.command()
@@ -107,7 +107,7 @@ def allreduce(
     ] = None,
     output: Output = None,
 ) -> None:
-    """Measure what an all-reduce of every size takes between the workers."""
+    """Measure what all-reduces take between the workers."""
     if not (math.isfinite(max_mb) and math.isfinite(budget)):
         raise typer.BadParameter("expected finite numbers", param_hint=["--max-mb", "--budget"])
     max_bytes = load_trace(trace).grad_bytes if trace else int(max_mb * 1e6)
@@ -151,7 +151,10 @@ def analytic(
     sequence_length: SequenceLength = 128,
     output: Output = None,
 ) -> None:
-    """Count a model's operations and say when each gradient would be ready on a processor we do not have."""
+    """Estimate the backward pass on a GPU you do not have.
+
+    By counting a model's operations: when each gradient would be ready.
+    """
     spec = one_of(model=model, factory=factory)
     from mgwfbp.measure.analytic import measure_analytic
 
@@ -169,7 +172,8 @@ def profile(
     batch_size: BatchSize = 2,
     output: Output = None,
 ) -> None:
-    """Make a trace from a profile of torch.profiler that was recorded anyway."""
+    """Make a trace from an export of torch.profiler."""
+    check_not_input(output, [file])
     spec = one_of(model=model, factory=factory)
     from mgwfbp.measure.profile import trace_from_profile
 

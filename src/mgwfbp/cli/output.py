@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from mgwfbp.errors import FileError
 from mgwfbp.record import Record
 
-__all__ = ["check_writable", "print_table", "talk", "write_record"]
+__all__ = ["check_not_input", "check_writable", "print_table", "talk", "write_record"]
 
 
 def talk(message: str) -> None:
@@ -36,6 +36,17 @@ def check_writable(*paths: str | None) -> None:
             raise FileError(f"{path}: cannot be written: {folder} is no folder")
         if not os.access(path if Path(path).exists() else folder, os.W_OK):
             raise FileError(f"{path}: cannot be written: permission denied")
+
+
+def check_not_input(output: str | None, inputs: Iterable[str]) -> None:
+    """Raise where a result would be written over a file that it is made from."""
+    if output is None or not Path(output).exists():
+        return
+    for name in inputs:
+        path = Path(name)
+        same = [path, *path.glob("*.json")] if path.is_dir() else [path]
+        if any(one.exists() and one.samefile(output) for one in same):
+            raise FileError(f"{output}: is also an input, and would be lost; give another name to --output")
 
 
 def write_record(record: Record, path: str | None) -> None:

@@ -55,7 +55,10 @@ def paper(
     as_json: Annotated[bool, typer.Option("--json", help="Print one object with all rows instead of tables.")] = False,
     output: Output = None,
 ) -> None:
-    """Repeat the paper's evaluation, and go past it: to 4096 workers and faster networks."""
+    """Repeat the paper's evaluation, and go past it.
+
+    To 4096 workers and faster networks.
+    """
     given = {"googlenet": googlenet, "resnet50": resnet50}
     traces = {model: load_trace(given[model] or name) for model, name in paper_traces().items()}
     link = load_network(network)

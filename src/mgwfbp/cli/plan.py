@@ -12,7 +12,7 @@ from mgwfbp.cli.options import (
     find_planner,
     planners,
 )
-from mgwfbp.cli.output import talk, write_record
+from mgwfbp.cli.output import check_not_input, talk, write_record
 from mgwfbp.planners import find_plan
 from mgwfbp.trace import load_trace
 from mgwfbp.units import format_seconds
@@ -32,6 +32,7 @@ def plan(
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
     """Find which gradients to send together and write the plan."""
+    check_not_input(output, [trace, cost])
     chosen = find_planner(planner, planners(bucket_mb, first_bucket_mb))
     found = find_plan(load_trace(trace), read_cost(cost, workers, Links(per_node, inside)), chosen)
     write_record(found, output)

@@ -15,7 +15,7 @@ from mgwfbp.cli.options import (
     FirstBucketMb,
     planners,
 )
-from mgwfbp.cli.output import talk
+from mgwfbp.cli.output import check_not_input, talk
 from mgwfbp.errors import FileError, ReportError
 from mgwfbp.network import PRESETS, load_network
 from mgwfbp.planners import PLANNERS, Planner
@@ -80,11 +80,12 @@ def report(
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
-    """Show where the time goes: one page, figures, plain text, or a trace for Perfetto."""
+    """Show where the time goes: a page, figures, text or Perfetto."""
     chosen = form or _BY_SUFFIX.get(Path(output).suffix.lower() if output else ".txt", "html")
     if figure is not None and (chosen not in ("png", "svg", "pdf") or figure not in _FIGURE_NAMES):
         wanted = "1 to 9, timelines or all, with --format png, svg or pdf"
         raise typer.BadParameter(f"{figure!r} with format {chosen}, expected {wanted}", param_hint="--figure")
+    check_not_input(output, inputs or ())
     given = load_inputs(inputs or ())
     named = tuple((name, load_network(name)) for name in network or ())
     given = replace(given, networks=(*given.networks, *named))

@@ -97,7 +97,10 @@ def simulate(
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
-    """Simulate training steps on many workers: every planner, planned anew for every point."""
+    """Simulate training steps on many workers.
+
+    Every planner plans anew for every point.
+    """
     if steps is None:
         steps = DEFAULT_JITTERED_STEPS if jitter else 1
     scenario = Scenario(jitter, jitter_shared, tuple(straggler or ()), contention, in_flight, steps, seed)

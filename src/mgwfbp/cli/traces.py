@@ -8,7 +8,10 @@ __all__ = ["traces"]
 
 
 def traces() -> None:
-    """List the recorded traces that come with the package; every command takes their names for a file."""
+    """List the recorded traces that come with the package.
+
+    Every command takes their names for a file.
+    """
     rows = []
     for name in recorded_traces():
         trace = load_trace(name)

@@ -68,8 +68,8 @@ def describe_difference(by_rank: Sequence[Groups]) -> str:
     """Say which ranks differ from rank 0, and in which message first.
 
     >>> print(describe_difference([[["b"], ["a"]], [["b"], ["a"]], [["b", "a"]], None]))
-    the ranks have different plans: message 0 holds 1 gradient on rank 0 and 2 on rank 2, and there 'a' comes after 'b' \
-(ranks that differ from rank 0: 2, 3); give every rank the same plan
+    the ranks have different plans: message 0 holds 1 gradient on rank 0 and 2 on rank 2, and there 'a' comes after \
+'b' (ranks that differ from rank 0: 2, 3); give every rank the same plan
     """
     others = [rank for rank, groups in enumerate(by_rank) if groups != by_rank[0]]
     shown = ", ".join(str(rank) for rank in others[:8]) + (", …" if len(others) > 8 else "")
