@@ -1,5 +1,6 @@
 """A real browser for tests, without a network."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mgwfbp.report import Inputs, build_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -65,3 +68,17 @@ def open_tab(browser: Any, **options: Any) -> Iterator[Tab]:
         yield tab
     finally:
         context.close()
+
+
+def write_page(folder: Path, inputs: Inputs, **options: Any) -> Path:
+    """Write the page of these inputs; returns where it is."""
+    path = folder / "report.html"
+    path.write_text(build_page(inputs, **options), encoding="utf-8")
+    return path
+
+
+def drawn_messages(tab: Tab, where: str) -> list[tuple[float, float, float]]:
+    """Left, top and width of every message that is drawn, in the picture's own pixels."""
+    paths = tab.page.locator(f"{where} path.message").evaluate_all("all => all.map(path => path.getAttribute('d'))")
+    found = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path) for path in paths]
+    return sorted((float(left), float(top), float(width)) for some in found for left, top, width in some)

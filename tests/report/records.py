@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mgwfbp import (
@@ -73,13 +74,13 @@ def bench(workers: int = 4, names: Sequence[str] = ("bucket", "wfbp", "optimal")
     return BenchResult("toy", workers, "1 Gbit lab", TRACE.compute_s, tuple(results), TRACE, cost)
 
 
-def write_run(folder: Path, *, model: str = "toy", finished: bool = True) -> Path:
-    """The folder of a training run of three epochs."""
+def write_run(folder: Path, *, model: str = "toy", finished: bool = True, plan: MergePlan | None = None) -> Path:
+    """The folder of a training run of three epochs; its step was measured to be 5 % longer than predicted."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"format": "mgwfbp.train/1", "model": model, "strategy": "optimal"}
     (folder / "config.json").write_text(json.dumps(config))
     cost = measured_cost(2)
-    plan = find_plan(TRACE, cost)
+    plan = plan or find_plan(TRACE, cost)
     predicted = predict(TRACE, cost, plan)
     TRACE.save(folder / "trace.json")
     cost.save(folder / "cost.json")
@@ -93,6 +94,23 @@ def write_run(folder: Path, *, model: str = "toy", finished: bool = True) -> Pat
     if finished:
         RunResults(model, "optimal", 2, 3, 30, 0.7, 0.9, 915.0, 9.0, plan.num_groups).save(folder / "results.json")
     return folder
+
+
+def write_demo(folder: Path) -> list[Path]:
+    """What `mgwfbp demo` leaves: a run of DDP, which measured its step and no more, and one that was tuned."""
+    cost = measured_cost(2)
+    ddp = write_run(folder / "ddp", plan=find_plan(TRACE, cost, "bucket"))
+    for name in ("trace.json", "cost.json", "plan.json", "predicted.json"):
+        (ddp / name).unlink()
+    auto = write_run(folder / "auto")
+    tuning = {"format": "mgwfbp.tuning/1", "state": "settled", "before_s": 0.0412, "after_s": 0.0387}
+    (auto / "tuning.json").write_text(json.dumps(tuning))
+    for run, planner in ((ddp, "ddp"), (auto, "auto")):
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "strategy": planner}))
+        timeline = Timeline.load(run / "timeline.json")
+        replace(timeline, planner=planner).save(run / "timeline.json")
+    return [ddp, auto]
 
 
 def sweep_rows() -> list[dict[str, object]]:

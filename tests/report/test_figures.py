@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, find_plan, predict
-from mgwfbp.report.cases import find_cases
 from mgwfbp.report.inputs import Inputs
+from mgwfbp.report.matching import find_cases
 from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
 from mgwfbp.report.tables import breakdown_chart
 from tests.report.records import TRACE, bench

@@ -127,7 +127,7 @@ def test_of_thousands_of_ranks_that_are_alike_a_few_are_written() -> None:
 def test_a_measured_step_is_one_process_since_one_rank_was_observed() -> None:
     trace = to_perfetto([LabelledTimeline("toy", "optimal", "measured", step())])
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert names == ["the observed rank, optimal, measured, toy"]
+    assert names == ["the observed rank, optimal, measured, one observed step, toy"]
 
 
 @settings(deadline=None, max_examples=30)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from mgwfbp import LinearCost, ModelTrace, find_plan, load_network, predict
-from mgwfbp.report.cases import Case, CaseStrategy, StepRow, find_cases, step_rows
+from mgwfbp.report.cases import Case, CaseStrategy, StepRow, step_rows
 from mgwfbp.report.chart import NUM_COLORS, STRATEGY_COLORS, colors_of
 from mgwfbp.report.curves import allreduce_chart, run_charts
 from mgwfbp.report.inputs import Inputs, load_inputs
+from mgwfbp.report.matching import find_cases
 from mgwfbp.report.paper import FIGURES, example_cases, paper_figure
 from mgwfbp.report.tables import (
     bench_rows,
@@ -22,10 +23,10 @@ from mgwfbp.report.tables import (
     sizes_chart,
     steps_table,
 )
-from mgwfbp.report.whatif import faster_bandwidth, find_what_if, no_startup, straight_line
+from mgwfbp.report.whatif import faster_bandwidth, find_what_if, no_startup
 from mgwfbp.run import TrainingRun
 from mgwfbp.units import format_seconds
-from tests.examples import linear_costs, piecewise_costs, traces
+from tests.examples import piecewise_costs, traces
 from tests.report.records import TRACE, bench, measured_cost, stretched, sweep_rows, write_run
 
 COST = LinearCost(4, 1e-3, 1e-9)
@@ -37,7 +38,7 @@ def planned_case() -> Case:
 
 
 def test_computing_imports_no_plotting_library() -> None:
-    modules = "tables, curves, words, cases, chart, inputs, paper, page, perfetto, text, whatif"
+    modules = "tables, curves, words, cases, chart, inputs, matching, measured, paper, page, perfetto, text, whatif"
     code = (
         f"import sys; from mgwfbp.report import {modules}; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
     )
@@ -79,7 +80,7 @@ def test_a_benchmark_is_shown_with_predictions_above_measurements_and_their_erro
     assert table.titles[-2:] == ("quartiles", "prediction error")
     assert table.rows[0][-1] == f"{1 / 1.10 - 1:+.1%}"
     assert table.rows[1][-1] == ""
-    assert breakdown_chart(case).labels[:2] == ("ddp, predicted", "ddp, measured")
+    assert breakdown_chart(case).labels[:2] == ("ddp, predicted", "ddp, measured, median of 3 turns")
 
 
 def test_curves_over_workers_are_the_planners_own() -> None:
@@ -175,24 +176,6 @@ def test_without_start_up_or_with_more_bandwidth_no_message_takes_longer(cost: L
         assert no_startup(cost)(size) <= cost(size)
         assert faster_bandwidth(cost)(size) <= cost(size) * (1 + 1e-12)
     assert no_startup(cost)(0) == 0
-
-
-@settings(deadline=None)
-@given(linear_costs)
-def test_a_straight_line_stays_itself(cost: LinearCost) -> None:
-    assert straight_line(cost) is cost
-
-
-def test_what_if_starts_from_the_cost_that_was_given() -> None:
-    found = find_what_if(planned_case())
-    assert found is not None
-    again = found.network.cost(found.workers)
-    assert again.startup_s == pytest.approx(COST.startup_s)
-    assert again.per_byte_s == pytest.approx(COST.per_byte_s)
-    choices = found.to_json()["choices"]
-    assert found.workers in choices["workers"]
-    assert found.network.per_byte_s in [value for _, value in choices["bandwidth"]]
-    assert found.network.latency_s in [value for _, value in choices["latency"]]
 
 
 def test_one_worker_has_no_what_if() -> None:

@@ -20,8 +20,8 @@ from mgwfbp.errors import FileError, ReportError
 from mgwfbp.network import PRESETS, load_network
 from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.record import write_bytes, write_text
-from mgwfbp.report.cases import find_cases
 from mgwfbp.report.inputs import Inputs, load_inputs
+from mgwfbp.report.matching import find_cases
 from mgwfbp.report.page import build_page
 from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
 from mgwfbp.report.perfetto import timelines_of, to_perfetto

@@ -4,9 +4,10 @@ Computing (`tables`, `curves`, `words`, `cases`) and drawing (`page`, `figures`,
 `Chart` or a `Timeline`, and either can be had without a plotting library.
 """
 
-from mgwfbp.report.cases import Case, CaseStrategy, find_cases, step_rows
+from mgwfbp.report.cases import Case, CaseStrategy, step_rows
 from mgwfbp.report.chart import Chart, Series, Table
 from mgwfbp.report.inputs import Inputs, load_inputs
+from mgwfbp.report.matching import find_cases
 from mgwfbp.report.page import build_page
 from mgwfbp.report.perfetto import timelines_of, to_perfetto
 from mgwfbp.report.text import draw_case, draw_timeline

@@ -1,34 +1,50 @@
 """One model on one network: strategies beside one another, predicted and measured."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-from mgwfbp.errors import PlanError
 from mgwfbp.network import Network
-from mgwfbp.plan import MergePlan
-from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.report.inputs import Inputs, KnownCost
-from mgwfbp.results import BenchResult, StrategyResult
-from mgwfbp.run import TrainingRun
-from mgwfbp.timeline import Timeline, predict
+from mgwfbp.report.inputs import KnownCost
+from mgwfbp.results import StrategyResult
+from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
 
-__all__ = ["Case", "CaseStrategy", "How", "StepRow", "find_cases", "step_rows"]
+__all__ = ["DEFAULTS", "OURS", "Case", "CaseStrategy", "How", "StepRow", "how_known", "step_rows"]
 
 How = Literal["predicted", "measured"]
+
+# What training runs with if nobody does anything: PyTorch's buckets, by any of their names.
+DEFAULTS = ("ddp", "bucket")
+# What this package offers in their place, the first that there is.
+OURS = ("auto", "optimal")
+
+
+def how_known(how: How, num_turns: int | None = None) -> str:
+    """Say which number it is: a prediction, the median of a benchmark's turns, or the one step of a timeline.
+
+    >>> how_known("predicted"), how_known("measured", 5), how_known("measured")
+    ('predicted', 'measured, median of 5 turns', 'measured, one observed step')
+    """
+    if how == "predicted":
+        return how
+    which = "one observed step" if num_turns is None else f"median of {plural(num_turns, 'turn')}"
+    return f"{how}, {which}"
 
 
 @dataclass(frozen=True, slots=True)
 class CaseStrategy:
     """One strategy: what was predicted of it and what was measured, as far as there is either."""
 
-    name: str
+    name: str  # where several have one, followed by what tells them apart: "auto (second run)"
     predicted: Timeline | None = None
-    measured: Timeline | None = None
+    measured: Timeline | None = None  # one observed step
     result: StrategyResult | None = None  # of a benchmark; its times are medians over many steps
+
+    @property
+    def kind(self) -> str:
+        """The strategy's own name."""
+        return self.name.partition(" (")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,8 @@ class Case:
     cost: KnownCost | None = None
     network: Network | None = None  # where the cost comes from one
     compute_s: float | None = None  # measured without communication
+    num_runs: int = 0  # so many strategies, the first ones, are those of training runs
+    raced_s: tuple[float, float] | None = None  # measured by a run's tuner, in turns: DDP's buckets, the chosen plan
 
     @property
     def title(self) -> str:
@@ -63,8 +81,14 @@ class StepRow:
     iteration_s: float
     workers: int
     communication_s: float | None = None  # how long the link was busy; None: not observed
+    num_turns: int | None = None  # of a benchmark, whose median it is; None: it is one step
     low_s: float | None = None  # quartiles, of a benchmark
     high_s: float | None = None
+
+    @property
+    def how_known(self) -> str:
+        """Which number the step is."""
+        return how_known(self.how, self.num_turns)
 
     @property
     def efficiency(self) -> float:
@@ -75,6 +99,10 @@ class StepRow:
     def speedup(self) -> float:
         """Samples per second over those of one worker, weak scaling."""
         return self.workers * self.efficiency
+
+    def is_like(self, other: "StepRow") -> bool:
+        """Whether the two may be compared: both predicted, both medians of turns, or both one observed step."""
+        return self.how == other.how and (self.num_turns is None) == (other.num_turns is None)
 
 
 def step_rows(case: Case) -> list[StepRow]:
@@ -90,13 +118,26 @@ def step_rows(case: Case) -> list[StepRow]:
             row = (result.num_messages, compute_s, exposed_s, result.predicted_s, case.workers)
             rows.append(StepRow(strategy.name, "predicted", *row))
         if result is not None:
-            busy_s = strategy.measured.communication_s if strategy.measured else None
-            compute_s = result.measured_s - result.exposed_s
-            row = (result.num_messages, compute_s, result.exposed_s, result.measured_s, case.workers)
-            rows.append(StepRow(strategy.name, "measured", *row, busy_s, result.low_s, result.high_s))
+            rows.append(_result_row(strategy, result, case.workers))
         elif strategy.measured is not None:
             rows.append(_timeline_row(strategy.name, "measured", strategy.measured))
     return rows
+
+
+def _result_row(strategy: CaseStrategy, result: StrategyResult, workers: int) -> StepRow:
+    return StepRow(
+        strategy.name,
+        "measured",
+        result.num_messages,
+        result.measured_s - result.exposed_s,
+        result.exposed_s,
+        result.measured_s,
+        workers,
+        strategy.measured.communication_s if strategy.measured else None,
+        len(result.turns_s),
+        result.low_s,
+        result.high_s,
+    )
 
 
 def _timeline_row(name: str, how: How, timeline: Timeline) -> StepRow:
@@ -110,134 +151,3 @@ def _timeline_row(name: str, how: How, timeline: Timeline) -> StepRow:
         timeline.workers,
         timeline.communication_s,
     )
-
-
-def find_cases(
-    inputs: Inputs, *, workers: Sequence[int] = (), planners: Mapping[str, Planner] = PLANNERS
-) -> list[Case]:
-    """Put together what belongs together.
-
-    Every benchmark and every run with a timeline is a case; so is every trace with every cost and with every network
-    of ``workers``, where each planner's step and that of every plan for this model is predicted. A timeline goes to the
-    case of its model and number of workers.
-    """
-    cases = [_bench_case(bench) for _, bench in inputs.benches]
-    cases += [case for name, run in inputs.runs if (case := _run_case(name, run, planners)) is not None]
-    for _, trace in inputs.traces:
-        for name, cost in inputs.costs:
-            case = _planned(Case(trace.model, _where(name, cost), cost.workers, (), trace, cost), planners)
-            cases.append(_with_plans(case, inputs))
-        for _, network in inputs.networks:
-            for count in workers:
-                case = Case(trace.model, network.name, count, (), trace, network.cost(count), network)
-                cases.append(_with_plans(_planned(case, planners), inputs))
-    for name, timeline in inputs.timelines:
-        _add_timeline(cases, name, timeline)
-    return cases
-
-
-def _where(name: str, cost: KnownCost) -> str:
-    return _said_network(cost) or Path(name).name
-
-
-def _said_network(cost: KnownCost) -> str:
-    """Return what a cost says of where it is from, if anything."""
-    return str(cost.source.get("network") or cost.source.get("backend") or "")
-
-
-def _planned(case: Case, planners: Mapping[str, Planner]) -> Case:
-    """Add what every planner's plan would give; needs the trace and the cost."""
-    if case.trace is None or case.cost is None:
-        return case
-    there = {strategy.name for strategy in case.strategies}
-    added = [
-        CaseStrategy(name, predict(case.trace, case.cost, planner(case.trace, case.cost)))
-        for name, planner in planners.items()
-        if name not in there
-    ]
-    return replace(case, strategies=(*case.strategies, *added))
-
-
-def _with_plans(case: Case, inputs: Inputs) -> Case:
-    for name, plan in inputs.plans:
-        if case.trace is not None and case.cost is not None and _covers(plan, case.trace):
-            case = _with_plan(case, Path(name).name, plan, case.trace, case.cost)
-    return case
-
-
-def _covers(plan: MergePlan, trace: ModelTrace) -> bool:
-    try:
-        plan.check_covers([layer.name for layer in trace.layers])
-    except PlanError:
-        return False
-    return True
-
-
-def _with_plan(case: Case, name: str, plan: MergePlan, trace: ModelTrace, cost: KnownCost) -> Case:
-    strategy = CaseStrategy(f"{name} ({plan.planner})", predict(trace, cost, plan))
-    return replace(case, strategies=(*case.strategies, strategy))
-
-
-def _bench_case(bench: BenchResult) -> Case:
-    strategies = []
-    for result in bench.strategies:
-        predicted = result.predicted_timeline
-        if predicted is None and result.plan is not None and bench.trace is not None and bench.cost is not None:
-            predicted = predict(bench.trace, bench.cost, result.plan) if _covers(result.plan, bench.trace) else None
-        strategies.append(CaseStrategy(result.strategy, predicted, result.timeline, result))
-    return Case(
-        bench.model,
-        bench.network,
-        bench.workers,
-        tuple(strategies),
-        bench.trace,
-        bench.cost,
-        compute_s=bench.compute_s,
-    )
-
-
-def _run_case(name: str, run: TrainingRun, planners: Mapping[str, Planner]) -> Case | None:
-    """Return what a run's folder says of its steps, or None where it says nothing but losses."""
-    cost = run.cost if isinstance(run.cost, KnownCost) else None
-    predicted = run.predicted
-    if predicted is None and run.plan is not None and run.trace is not None and cost is not None:
-        predicted = predict(run.trace, cost, run.plan) if _covers(run.plan, run.trace) else None
-    timeline = run.timeline or predicted
-    if timeline is None:
-        return None
-    strategy = CaseStrategy(str(run.config.get("strategy", timeline.planner)), predicted, run.timeline)
-    network = run.environment.get("network") or (_said_network(cost) if cost is not None else None)
-    case = Case(timeline.model, f"{network or 'a network'} ({name})", timeline.workers, (strategy,), run.trace, cost)
-    return _planned(case, planners)
-
-
-def _add_timeline(cases: list[Case], name: str, timeline: Timeline) -> None:
-    """Put a timeline into the case it belongs to, or into one of its own."""
-    key = (timeline.model, timeline.workers)
-    places = [place for place, case in enumerate(cases) if (case.model, case.workers) == key]
-    if not places:
-        cases.append(Case(timeline.model, "", timeline.workers, ()))
-        places = [len(cases) - 1]
-    place = max(places, key=lambda place: any(_is_measured_by(other, timeline) for other in cases[place].strategies))
-    strategies = list(cases[place].strategies)
-    # A file says not whether it was measured; its name may.
-    if "predict" in name.lower():
-        strategies.append(CaseStrategy(f"{timeline.planner} ({name})", predicted=timeline))
-    else:
-        mate = next((index for index, other in enumerate(strategies) if _is_measured_by(other, timeline)), None)
-        if mate is None:
-            strategies.append(CaseStrategy(f"{timeline.planner} ({name})", measured=timeline))
-        else:
-            strategies[mate] = replace(strategies[mate], measured=timeline)
-    cases[place] = replace(cases[place], strategies=tuple(strategies))
-
-
-def _is_measured_by(strategy: CaseStrategy, timeline: Timeline) -> bool:
-    """Whether this may be the measurement of that: nothing says so but the planner's name and the same messages."""
-    if strategy.name != timeline.planner or strategy.measured is not None:
-        return False
-    return strategy.predicted is None or _messages(strategy.predicted) == _messages(timeline)
-
-
-def _messages(timeline: Timeline) -> list[frozenset[str]]:
-    return [frozenset(message.layers) for message in timeline.messages]

@@ -16,10 +16,12 @@ from typing import Any
 
 from mgwfbp.errors import ReportError
 from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.report.cases import Case, find_cases
+from mgwfbp.report.cases import Case, CaseStrategy, How, how_known
 from mgwfbp.report.chart import Chart, Table
 from mgwfbp.report.curves import allreduce_chart, run_charts
 from mgwfbp.report.inputs import Inputs, ScalingRow
+from mgwfbp.report.matching import find_cases
+from mgwfbp.report.measured import SideBySide, side_by_side
 from mgwfbp.report.tables import (
     bench_rows,
     breakdown_chart,
@@ -41,6 +43,11 @@ _GLOSSARY = (
     ("Exposed:", "communication that no computation hides: from the end of the backward pass to the last message's."),
     ("Efficiency:", "the step without communication over the step with it; times the workers it is the speedup."),
     ("Predicted:", "laid out by the model: one message at a time, as long as the cost says, computation undisturbed."),
+    (
+        "Measured:",
+        "a benchmark's number is the median of its turns, on the slowest worker; a timeline is one observed step, on "
+        "one worker. The two differ as steps differ from one another.",
+    ),
     (
         "Planners:",
         "wfbp sends every gradient alone, single all at once, bucket fills PyTorch's 1 MiB and 25 MiB, mgwfbp is the "
@@ -69,19 +76,22 @@ def build_page(
             "a training run or a simulation"
         )
     names = _Names()
-    said = [" ".join(summarize(case)) for case in cases]
-    lead = next((words for words in [*said, *(words for group in groups for words in group["summary"])] if words), "")
+    said = [summarize(case) for case in cases]
+    lead: Sequence[str] = next((words for words in [*said, *(group["summary"] for group in groups)] if words), ())
     models = list(dict.fromkeys(case.model for case in cases)) or [name for name, *_ in inputs.descriptions]
     backwards: list[dict[str, Any]] = []
     content = {
         "title": title or f"Where the time goes: {', '.join(models)}",
         "lead": lead,
         "cases": [
-            {"summary": words if words != lead else "", **_case_json(case, names, backwards)}
+            {"summary": words if words != lead else [], **_case_json(case, names, backwards)}
             for case, words in zip(cases, said, strict=True)
         ],
-        "what_if": [_what_if_json(found, names) for case in cases if (found := find_what_if(case)) is not None],
-        "groups": groups,
+        "measured": [_measured_json(found, names, backwards) for found in side_by_side(cases)],
+        "what_if": [
+            _what_if_json(found, names) for case in cases if (found := find_what_if(case, planners)) is not None
+        ],
+        "groups": [{**group, "summary": group["summary"] if group["summary"] != lead else []} for group in groups],
         "inputs": Table(("name", "kind", "what it is"), inputs.descriptions).to_json(),
         "glossary": _GLOSSARY,
         "backwards": backwards,
@@ -166,14 +176,23 @@ def _case_json(case: Case, names: _Names, backwards: list[dict[str, Any]]) -> di
     steps = [
         _step_json(strategy.name, how, timeline, names, backwards)
         for strategy in case.strategies
-        for how, timeline in (("predicted", strategy.predicted), ("measured", strategy.measured))
+        for how, timeline in _both(strategy)
         if timeline is not None
     ]
     return {"title": case.title, "steps": steps, "breakdown": breakdown_chart(case).to_json()}
 
 
+def _both(strategy: CaseStrategy) -> tuple[tuple[How, Timeline | None], ...]:
+    return ("predicted", strategy.predicted), ("measured", strategy.measured)
+
+
+def _measured_json(found: SideBySide, names: _Names, backwards: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [_step_json(name, "measured", timeline, names, backwards) for name, timeline in found.steps]
+    return {"title": found.title, "steps": steps, "note": found.note}
+
+
 def _step_json(
-    name: str, how: str, timeline: Timeline, names: _Names, backwards: list[dict[str, Any]]
+    name: str, how: How, timeline: Timeline, names: _Names, backwards: list[dict[str, Any]]
 ) -> dict[str, Any]:
     backward = _spans_json(timeline.backward, names)
     if backward not in backwards:  # the steps that planners give have it in common
@@ -183,6 +202,7 @@ def _step_json(
     return {
         "name": name,
         "how": how,
+        "known": how_known(how),
         "forward": [_short(timeline.forward.start_s), _short(timeline.forward.end_s)],
         "backward": backwards.index(backward),
         "messages": messages,

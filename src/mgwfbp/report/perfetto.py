@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgwfbp.report.cases import Case, How
+from mgwfbp.report.cases import Case, How, how_known
 from mgwfbp.timeline import Span, Timeline
 
 __all__ = ["MAX_RANKS", "LabelledTimeline", "timelines_of", "to_perfetto"]
@@ -31,7 +31,7 @@ class LabelledTimeline:
     @property
     def label(self) -> str:
         """What to call it among those of its case."""
-        return f"{self.strategy}, {self.how}"
+        return f"{self.strategy}, {how_known(self.how)}"
 
 
 def timelines_of(cases: Iterable[Case]) -> list[LabelledTimeline]:

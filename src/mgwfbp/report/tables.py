@@ -33,13 +33,13 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
     measured = {row.strategy: row for row in rows if row.how == "measured"}
     errors = any(row.how == "predicted" and row.strategy in measured for row in rows)
     spread = any(row.low_s is not None for row in rows)
-    titles = ["strategy", "", "messages", "step", "computation", "exposed", "share", "efficiency"]
+    titles = ["strategy", "known by", "messages", "step", "computation", "exposed", "share", "efficiency"]
     titles += ["quartiles"] * spread + ["prediction error"] * errors
     lines = []
     for row in rows:
         cells = [
             row.strategy,
-            row.how,
+            row.how_known,
             str(row.num_messages),
             format_seconds(row.iteration_s),
             format_seconds(row.compute_s),
@@ -62,7 +62,7 @@ def breakdown_chart(case: Case) -> Chart:
     """Show what every strategy's step is made of: computation, and communication that nothing hides."""
     rows = step_rows(case)
     several = len({row.how for row in rows}) > 1
-    labels = tuple(f"{row.strategy}, {row.how}" if several else row.strategy for row in rows)
+    labels = tuple(f"{row.strategy}, {row.how_known}" if several else row.strategy for row in rows)
     computation = tuple((float(place), row.compute_s) for place, row in enumerate(rows))
     exposed = tuple((float(place), row.exposed_s) for place, row in enumerate(rows))
     known = [

@@ -1,38 +1,86 @@
 """What the reader may turn on the page: workers, bandwidth, start-up time; and costs as they might be."""
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.fitting import SHORTEST_S, fit
 from mgwfbp.network import Network
+from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.planners.fixed import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
 from mgwfbp.report.cases import Case
 from mgwfbp.report.inputs import KnownCost
+from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
+from mgwfbp.units import format_seconds
 
-__all__ = ["WhatIf", "faster_bandwidth", "find_what_if", "no_startup", "straight_line"]
+__all__ = ["Slider", "WhatIf", "faster_bandwidth", "find_what_if", "no_startup", "scaled"]
 
-# The settings there are; those of the case itself are added.
-WORKERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
+# The settings there are; those of the case itself are added, and further ones where it would be the first or the last.
+WORKERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 GIGABITS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 40.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
 LATENCIES_US = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+# Where there is no network to name values of, so many times what the case has.
+FASTER = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+LONGER = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Slider:
+    """What can be chosen, in words and in numbers, and where the choice begins: with the case's own value, exactly."""
+
+    title: str
+    choices: tuple[tuple[str, float], ...]
+    start: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the slider as JSON-ready data."""
+        return {"title": self.title, "choices": self.choices, "start": self.start}
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A model and a network to start from."""
+    """A case to start from: the page plans it anew as workers, bandwidth or start-up times change."""
 
     title: str
     trace: ModelTrace
-    network: Network
-    workers: int
+    cost: KnownCost
+    network: Network | None  # where the cost comes from one: sliders then say its values, else how many times the cost
+    bucket: Mapping[str, int]  # sizes, of planner `bucket`
     note: str
 
+    @property
+    def sliders(self) -> dict[str, Slider]:
+        """What may be changed."""
+        workers = _slider("workers", "{:g}", WORKERS, (self.cost.workers, self.cost.workers), lambda count: count)
+        if self.network is None:
+            faster = tuple((_times(times), 1 / times) for times in FASTER)
+            longer = tuple((_times(times), times) for times in LONGER)
+            return {
+                "workers": workers,
+                "bandwidth": Slider("bandwidth", faster, FASTER.index(1.0)),
+                "startup": Slider("start-up time", longer, LONGER.index(1.0)),
+            }
+        per_byte_s, latency_s = self.network.per_byte_s, self.network.latency_s
+        gigabits = 8e-9 / per_byte_s if per_byte_s else math.inf
+        return {
+            "workers": workers,
+            "bandwidth": _slider(
+                "bandwidth of a link", "{:.4g} Gbit/s", GIGABITS, (gigabits, per_byte_s), lambda rate: 8e-9 / rate
+            ),
+            "startup": _slider(
+                "start-up time between two workers",
+                "{:.4g} us",
+                LATENCIES_US,
+                (latency_s * 1e6, latency_s),
+                lambda time_us: time_us * 1e-6,
+            ),
+        }
+
     def to_json(self) -> dict[str, Any]:
-        """Return what the page's own planner needs: the trace and the network in full, and the settings there are."""
-        network = self.network
-        gigabits = 8e-9 / network.per_byte_s if network.per_byte_s else 0.0
+        """Return what the page's own planner needs: the trace and the cost in full, and the settings there are."""
         return {
             "title": self.title,
             "note": self.note,
@@ -41,58 +89,112 @@ class WhatIf:
                 "backward_s": [layer.backward_s for layer in self.trace.layers],
                 "grad_bytes": [layer.grad_bytes for layer in self.trace.layers],
             },
-            "network": {
-                "algorithm": network.algorithm,
-                "latency_s": network.latency_s,
-                "per_byte_s": network.per_byte_s,
-                "reduce_per_byte_s": network.reduce_per_byte_s,
-            },
-            "workers": self.workers,
-            "choices": {
-                "workers": sorted({*WORKERS, self.workers}),
-                # Pairs of what is shown and what is computed with, so that the case's own values stay exact.
-                "bandwidth": _choices(((rate, 8e-9 / rate) for rate in GIGABITS), gigabits, network.per_byte_s),
-                "latency": _choices(
-                    ((us, us * 1e-6) for us in LATENCIES_US), network.latency_s * 1e6, network.latency_s
-                ),
-            },
-            "bucket": {"first_bytes": DEFAULT_FIRST_BUCKET_BYTES, "later_bytes": DEFAULT_BUCKET_BYTES},
+            "cost": _cost_json(self.cost),
+            "network": None if self.network is None else self.network.to_json(),
+            "sliders": {name: slider.to_json() for name, slider in self.sliders.items()},
+            "bucket": dict(self.bucket),
         }
 
 
-def _choices(listed: Any, shown: float, exact: float) -> list[tuple[float, float]]:
-    others = [(label, value) for label, value in listed if abs(label - shown) > 1e-9 * max(label, shown)]
-    return sorted([*others, (shown, exact)] if shown or not exact else others)
+def _cost_json(cost: KnownCost) -> dict[str, Any]:
+    if isinstance(cost, LinearCost):
+        return {"workers": cost.workers, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s}
+    return {"workers": cost.workers, "points": cost.points}
 
 
-def find_what_if(case: Case) -> WhatIf | None:
+def _slider(
+    title: str, show: str, listed: Iterable[float], own: tuple[float, float], value_of: Callable[[float], float]
+) -> Slider:
+    """Return the listed choices and the case's own, a pair of what is shown and what is computed with, among them.
+
+    >>> [label for label, _ in _slider("workers", "{:g}", (2, 4, 8), (8, 8), float).choices]
+    ['2', '4', '8', '16', '40']
+    """
+    shown, _ = own
+    numbers = {number for number in listed if not math.isclose(number, shown)}
+    if 0 < shown < math.inf:  # less than nothing and more than all cannot be chosen
+        numbers |= {shown * 2, shown * 5} if shown > max(numbers) else set()
+        numbers |= {shown / 2, shown / 5} if shown < min(numbers) else set()
+    choices = sorted([*((number, value_of(number)) for number in numbers), own])
+    labels = [show.format(number) if number < math.inf else "unlimited" for number, _ in choices]
+    return Slider(title, tuple(zip(labels, (value for _, value in choices), strict=True)), choices.index(own))
+
+
+def _times(times: float) -> str:
+    """Say how many times what the case has.
+
+    >>> [_times(times) for times in (0.0, 0.5, 1.0, 2.0)]
+    ['none', '1/2', 'as above', '2 times']
+    """
+    if times == 1:
+        return "as above"
+    if times < 1:
+        return f"1/{1 / times:g}" if times else "none"
+    return f"{times:g} times"
+
+
+def find_what_if(case: Case, planners: Mapping[str, Planner] = PLANNERS) -> WhatIf | None:
     """Return what the page needs to plan this case anew, or None where nothing is known of trace or network."""
-    if case.trace is None or case.cost is None or case.workers < 2:
+    if case.trace is None or case.cost is None or case.workers < 2 or not case.cost(case.trace.grad_bytes):
         return None
     if case.network is not None:
         note = f"The network is {case.network!r}; every point is planned anew."
-        return WhatIf(case.title, case.trace, case.network, case.workers, note)
-    line = straight_line(case.cost)
-    hops = 2 * (line.workers - 1)
-    latency_s, per_byte_s = line.startup_s / hops, line.per_byte_s * line.workers / hops
-    if not per_byte_s:
-        return None
-    kind = "measured cost" if isinstance(case.cost, LinearCost) else "straight line nearest to the measured curve"
-    note = f"The {kind} is taken for that of a ring, so that it can be carried over to other numbers of workers."
-    return WhatIf(case.title, case.trace, Network("what-if", "ring", latency_s, per_byte_s), case.workers, note)
+    else:
+        note = (
+            "It begins with what messages cost in the case above, and bandwidth and start-up times are so many times "
+            "those; every point is planned anew. On other numbers of workers, N, start-up times go as N - 1 and times "
+            "of bytes as (N - 1)/N: those of a ring do."
+        )
+    note += _otherwise(case, case.trace, case.cost, planners)
+    return WhatIf(case.title, case.trace, case.cost, case.network, _bucket_sizes(planners), note)
 
 
-def straight_line(cost: KnownCost) -> LinearCost:
-    """Return the cost itself, or the line nearest to a curve."""
+def _bucket_sizes(planners: Mapping[str, Planner]) -> dict[str, int]:
+    """Return the sizes that planner `bucket` was given, or else DDP's."""
+    bucket = planners.get("bucket")
+    given = bucket.keywords if isinstance(bucket, partial) else {}
+    return {
+        "first_bytes": given.get("first_bucket_bytes", DEFAULT_FIRST_BUCKET_BYTES),
+        "later_bytes": given.get("bucket_bytes", DEFAULT_BUCKET_BYTES),
+    }
+
+
+def _otherwise(case: Case, trace: ModelTrace, cost: KnownCost, planners: Mapping[str, Planner]) -> str:
+    """Name the strategies whose steps the case has from another trace or cost than its own, if there are any."""
+    found = []
+    for strategy in case.strategies:
+        name = "bucket" if strategy.kind == "ddp" else strategy.kind
+        if strategy.predicted is None or name not in planners or not (strategy.result is not None or case.num_runs):
+            continue
+        there_s = strategy.predicted.iteration_s
+        here_s = predict(trace, cost, planners[name](trace, cost)).iteration_s
+        if not math.isclose(here_s, there_s):
+            found.append(
+                f"{strategy.name} ({format_seconds(there_s)} there, {format_seconds(here_s)} here to begin with)"
+            )
+    return f" Above, some were predicted from what was learnt of them alone: {', '.join(found)}." if found else ""
+
+
+def scaled(cost: KnownCost, *, startup: float = 1.0, per_byte: float = 1.0, workers: int | None = None) -> KnownCost:
+    r"""Return the cost with start-up times and times of bytes so many times as long, on as many workers or on others.
+
+    The start-up time is that of a message of no bytes, :math:`T(0)`; the rest, :math:`T(M) - T(0)`, is the bytes'. On N
+    workers in place of n they are those of a ring (Table II): :math:`(N-1)/(n-1)` and :math:`(N-1)n/(N(n-1))` times.
+
+    >>> scaled(PiecewiseCost(2, ((0, 1.0), (10, 3.0))), startup=0.5, per_byte=2)(10)
+    4.5
+    >>> scaled(LinearCost(2, 1.0, 0.5), workers=4)
+    LinearCost(4 workers: 3 s + 7.5e+08 ns/B)
+    """
+    count = cost.workers if workers is None else workers
+    if count != cost.workers:
+        startup *= (count - 1) / (cost.workers - 1)
+        per_byte *= (count - 1) * cost.workers / (count * (cost.workers - 1))
     if isinstance(cost, LinearCost):
-        return cost
-    samples = [(size, time) for size, time in cost.points if time >= SHORTEST_S]
-    if len(samples) >= 2:
-        found = fit(samples, cost.workers, kind="linear").cost
-        if isinstance(found, LinearCost):
-            return found
-    (first, first_s), (last, last_s) = cost.points[0], cost.points[-1]
-    return LinearCost(cost.workers, first_s, (last_s - first_s) / (last - first))
+        return replace(cost, workers=count, startup_s=cost.startup_s * startup, per_byte_s=cost.per_byte_s * per_byte)
+    # So written it is exact where nothing changes, and never falls, however it is rounded.
+    more_s = cost(0) * (startup - per_byte)
+    return PiecewiseCost(count, tuple((size, time * per_byte + more_s) for size, time in cost.points))
 
 
 def faster_bandwidth(cost: KnownCost, times: float = 2.0) -> KnownCost:
@@ -101,10 +203,7 @@ def faster_bandwidth(cost: KnownCost, times: float = 2.0) -> KnownCost:
     >>> faster_bandwidth(LinearCost(2, 1.0, 0.5))(10)
     3.5
     """
-    if isinstance(cost, LinearCost):
-        return replace(cost, per_byte_s=cost.per_byte_s / times)
-    start_s = cost(0)
-    return PiecewiseCost(cost.workers, tuple((size, start_s + (time - start_s) / times) for size, time in cost.points))
+    return scaled(cost, per_byte=1 / times)
 
 
 def no_startup(cost: KnownCost) -> KnownCost:
@@ -113,7 +212,4 @@ def no_startup(cost: KnownCost) -> KnownCost:
     >>> no_startup(PiecewiseCost(2, ((0, 1.0), (10, 3.0))))(10)
     2.0
     """
-    if isinstance(cost, LinearCost):
-        return replace(cost, startup_s=0.0)
-    start_s = cost(0)
-    return PiecewiseCost(cost.workers, tuple((size, time - start_s) for size, time in cost.points))
+    return scaled(cost, startup=0.0)

@@ -1,10 +1,14 @@
-"""What a case says in words: what is the bottleneck, what would help, by how much."""
+"""What a case says in words: what is the bottleneck, what would help, by how much.
+
+Every time is marked as measured or predicted, and a ratio is one of likes: measured over measured, predicted over
+predicted.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgwfbp.planners import plan_optimal
-from mgwfbp.report.cases import Case, StepRow, step_rows
+from mgwfbp.report.cases import DEFAULTS, Case, StepRow, step_rows
 from mgwfbp.report.inputs import KnownCost, ScalingRow
 from mgwfbp.report.whatif import faster_bandwidth, no_startup
 from mgwfbp.run import TrainingRun
@@ -28,8 +32,6 @@ NEAR = 0.05
 WORTH = 0.005
 # Where predictions are off by more than this on average, what else they promise is not worth repeating.
 TRUSTED = 0.25
-# What training runs with if nobody does anything: PyTorch's buckets, by any of their names.
-DEFAULTS = ("ddp", "bucket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,21 @@ class Remedy:
         """How many times as fast the step would be."""
         return current_s / self.iteration_s if self.iteration_s else 1.0
 
+    def is_reached_by(self, row: StepRow) -> bool:
+        """Whether a measured step is as good as this prediction already, so that it would gain nothing."""
+        return row.how == "measured" and row.iteration_s <= self.iteration_s * (1 + NEAR)
 
-def find_current(rows: Sequence[StepRow]) -> StepRow:
-    """Return the step that is taken today: of what was measured, or else of all, PyTorch's buckets or the first."""
-    known = [row for row in rows if row.how == "measured"] or list(rows)
+
+def find_current(case: Case, rows: Sequence[StepRow]) -> StepRow:
+    """Return the step that is taken today.
+
+    Of what was measured it is that of PyTorch's buckets, or else the first; where nothing was, that of the run, or of
+    PyTorch's buckets where there is none, or else the first.
+    """
+    measured = [row for row in rows if row.how == "measured"]
+    if not measured and case.num_runs:
+        return rows[0]
+    known = measured or list(rows)
     return next((row for name in DEFAULTS for row in known if row.strategy == name), known[0])
 
 
@@ -68,23 +81,25 @@ def find_remedies(trace: ModelTrace, cost: KnownCost) -> list[Remedy]:
     ]
 
 
-def find_bottleneck(current: StepRow, predicted: StepRow, remedies: Sequence[Remedy]) -> str:
+def find_bottleneck(current: StepRow, predicted: StepRow | None, remedies: Sequence[Remedy]) -> str:
     """Name what the current step is longest because of, by what its remedy would gain.
 
     Computation, where communication is as good as hidden; else the way of merging, the bandwidth or the start-up times,
-    whichever would save most of the step as it was predicted. Without remedies, or where the prediction knows of no
-    exposed communication, no more can be said than "communication".
+    whichever would save most of the step as it was predicted. Without remedies, or where no prediction knows of exposed
+    communication, no more can be said than "communication".
     """
     if current.exposed_s <= NEAR * current.iteration_s:
         return "computation"
-    if not remedies or predicted.exposed_s <= NEAR * predicted.iteration_s:
+    if not remedies or predicted is None or predicted.exposed_s <= NEAR * predicted.iteration_s:
         return "communication"
-    merging, bandwidth, startup = (remedy.iteration_s for remedy in remedies)
+    merging, bandwidth, startup = remedies
     saved_s = {
-        "the way gradients are merged": predicted.iteration_s - merging,
-        "bandwidth": merging - bandwidth,
-        "start-up times": merging - startup,
+        "the way gradients are merged": predicted.iteration_s - merging.iteration_s,
+        "bandwidth": merging.iteration_s - bandwidth.iteration_s,
+        "start-up times": merging.iteration_s - startup.iteration_s,
     }
+    if merging.is_reached_by(current):
+        del saved_s["the way gradients are merged"]
     return max(saved_s, key=lambda name: saved_s[name])
 
 
@@ -93,8 +108,7 @@ def summarize(case: Case) -> list[str]:
     rows = step_rows(case)
     if not rows:
         return []
-    current = find_current(rows)
-    predicted = next((row for row in rows if (row.strategy, row.how) == (current.strategy, "predicted")), current)
+    current = find_current(case, rows)
     errors = _errors(rows)
     mean_error = sum(abs(error) for error in errors) / len(errors) if errors else 0.0
     remedies: list[Remedy] = []
@@ -104,16 +118,22 @@ def summarize(case: Case) -> list[str]:
     percent = f"{share:.0%}" if share >= 0.01 or not share else "less than 1%"
     sentences = [
         f"{case.title}: with {_name(current.strategy)} a step takes {format_seconds(current.iteration_s)} "
-        f"({current.how}), and {format_seconds(current.exposed_s)} of it ({percent}) is communication that "
+        f"({current.how_known}), and {format_seconds(current.exposed_s)} of it ({percent}) is communication that "
         "nothing hides.",
-        f"The bottleneck is {find_bottleneck(current, predicted, remedies)}.",
+        f"The bottleneck is {find_bottleneck(current, _prediction(current, rows), remedies)}.",
     ]
-    others = [row for row in rows if row.how == current.how and row is not current]
+    likes = [row for row in rows if row.is_like(current)]
     # What the model promises is said below, once, if it can be.
-    if others and not (remedies and current.how == "predicted"):
-        sentences.append(_fastest(current, others))
+    if len(likes) > 1 and not (remedies and current.how == "predicted"):
+        sentences += _fastest(case, current, likes)
+    if case.raced_s is not None:
+        before, after = map(format_seconds, case.raced_s)
+        sentences.append(
+            f"In turns within one run, measured by its tuner: DDP's buckets {before} a step, the chosen plan {after}."
+        )
     if remedies:
-        sentences.append(_help(remedies, predicted))
+        best = min(likes, key=lambda row: row.iteration_s) if current.how == "measured" else current
+        sentences += [_merging(remedies[0], best, _prediction(best, rows)), _others(remedies[0], remedies[1:])]
     if errors:
         words = f"Predictions are off by {mean_error:.1%} on average, by {max(errors, key=abs):+.1%} at worst"
         too_far = ": too far to say what else would help; measure the trace and the cost again"
@@ -121,42 +141,62 @@ def summarize(case: Case) -> list[str]:
     return sentences
 
 
-def _fastest(current: StepRow, others: Sequence[StepRow]) -> str:
-    best = min(others, key=lambda row: row.iteration_s)
+def _prediction(row: StepRow, rows: Sequence[StepRow]) -> StepRow | None:
+    """Return what was predicted of a row's strategy, by any of its names."""
+    names = DEFAULTS if row.strategy in DEFAULTS else (row.strategy,)
+    return next((other for name in names for other in rows if (other.strategy, other.how) == (name, "predicted")), None)
+
+
+def _fastest(case: Case, current: StepRow, likes: Sequence[StepRow]) -> list[str]:
+    """Compare the current step with the shortest of its likes."""
+    best = min(likes, key=lambda row: row.iteration_s)
     gain = current.iteration_s / best.iteration_s if best.iteration_s else 1.0
     if gain <= 1 + WORTH:
-        return f"None of the other strategies {current.how} is faster."
-    return (
+        return [f"None of the other strategies {current.how} is faster."]
+    words = (
         f"The shortest step {current.how} is that of {best.strategy}: {format_seconds(best.iteration_s)} in "
         f"{plural(best.num_messages, 'message')}, {_times(gain)} as fast."
     )
+    if current.how != "measured" or case.num_runs < 2:
+        return [words]
+    return [words, "Runs come one after the other, so what else the machine did meanwhile is in their steps."]
 
 
-def _help(remedies: Sequence[Remedy], current: StepRow) -> str:
-    """Say what would help, prediction compared with prediction, the most helpful of the other two first."""
-    merging, *others = remedies
-    now_s = current.iteration_s
-    if merging.gain(now_s) > 1 + WORTH:
-        first = (
-            f"merging gradients in the best way, into {plural(merging.num_messages, 'message')}, would make the step "
-            f"{_times(merging.gain(now_s))} as fast ({format_seconds(merging.iteration_s)})"
-        )
-    else:
-        first = "no other way of merging gradients would make the step shorter"
-    others.sort(key=lambda remedy: remedy.iteration_s)
-    useful = [remedy for remedy in others if merging.iteration_s / (remedy.iteration_s or 1.0) > 1 + WORTH]
-    more = [
-        f"{remedy.what} {_times(remedy.gain(now_s))} as fast ({format_seconds(remedy.iteration_s)})"
-        for remedy in useful
-    ]
-    if len(more) == 2:
-        rest = f"with {more[0]}, and with {more[1]}, each planned anew"
-    elif more:
-        useless = next(remedy.what for remedy in others if remedy not in useful)
-        rest = f"with {more[0]}, planned anew; {useless} would add nothing to the best plan"
-    else:
-        rest = f"neither {others[0].what} nor {others[1].what} would add anything to that"
-    return f"By the model, {first}; {rest}."
+def _merging(merging: Remedy, best: StepRow, predicted: StepRow | None) -> str:
+    """Say what another way of merging would give over the shortest step there is."""
+    shortest = f"{format_seconds(merging.iteration_s)} in {plural(merging.num_messages, 'message')} (predicted)"
+    if merging.is_reached_by(best):
+        reached = f"{format_seconds(best.iteration_s)} of {best.strategy} (measured)"
+        return f"By the model the best plan takes {shortest}; {reached} is as good: merging otherwise gains nothing."
+    if predicted is None:
+        return f"By the model the best plan takes {shortest}; what {best.strategy} takes was not predicted."
+    gain = merging.gain(predicted.iteration_s)
+    now = format_seconds(predicted.iteration_s)
+    if gain <= 1 + WORTH:
+        return f"By the model no other way of merging gradients would make the step shorter ({now}, predicted)."
+    return (
+        f"By the model, merging gradients in the best way, into {plural(merging.num_messages, 'message')}, would make "
+        f"the step of {predicted.strategy} {_times(gain)} as fast ({format_seconds(merging.iteration_s)} instead of "
+        f"{now}, both predicted)."
+    )
+
+
+def _others(merging: Remedy, others: Sequence[Remedy]) -> str:
+    """Say what else would make the best plan faster, prediction compared with prediction, the most helpful first."""
+    now_s = merging.iteration_s
+    others = sorted(others, key=lambda remedy: remedy.iteration_s)
+    useful = [remedy for remedy in others if remedy.gain(now_s) > 1 + WORTH]
+    if not useful:
+        return f"Neither {others[0].what} nor {others[1].what} would add anything to the best plan, by the model."
+    first, *second = useful
+    words = (
+        f"With {first.what} the best plan, made anew, would be {_times(first.gain(now_s))} as fast "
+        f"({format_seconds(first.iteration_s)} instead of {format_seconds(now_s)}, both predicted)"
+    )
+    for remedy in second:
+        words += f", with {remedy.what} {_times(remedy.gain(now_s))} ({format_seconds(remedy.iteration_s)}, predicted)"
+    useless = [remedy.what for remedy in others if remedy not in useful]
+    return f"{words}{''.join(f'; {what} would add nothing to it' for what in useless)}."
 
 
 def _errors(rows: Sequence[StepRow]) -> list[float]:
@@ -213,7 +253,7 @@ def summarize_runs(runs: Sequence[tuple[str, TrainingRun]]) -> list[str]:
             sentences.append(
                 f"{name}: {model} with {strategy} on {plural(found.workers, 'worker')} reached "
                 f"{found.top1:.2%} top-1 accuracy in {plural(found.epochs, 'epoch')}, at "
-                f"{found.samples_per_s:.4g} samples per second."
+                f"{found.samples_per_s:.4g} samples per second (measured)."
             )
         elif run.epochs:
             last = run.epochs[-1]

@@ -23,7 +23,7 @@ function stepTitle(step) {
   const exposed = step.iteration_s - step.compute_s;
   const share = step.iteration_s ? exposed / step.iteration_s : 0;
   return (
-    `${step.name}, ${step.how}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}, ` +
+    `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}, ` +
     `exposed ${formatSeconds(exposed)} (${formatDigits(share * 100, 3)} %)`
   );
 }
@@ -44,42 +44,56 @@ function makeTimelineLegend() {
   return make("div", { class: "legend" }, ...entries);
 }
 
+// Steps one above the other on one time axis; looking closer at one looks closer at all.
+function addSteps(section, steps) {
+  section.append(makeTimelineLegend());
+  const lengths = steps.map((step) => step.iteration_s);
+  const whole = { start: 0, end: Math.max(...lengths) };
+  const shortest = Math.min(...lengths);
+  let view = whole;
+  const back = make("button", { type: "button", hidden: "" }, "Show whole steps");
+  const closer = make("button", { type: "button" }, "Look closer at the short steps");
+  closer.hidden = whole.end < 2 * shortest;
+  section.append(make("p", { class: "hint" }, "All steps are drawn to one scale. Point at a message to see what it carries; drag to look closer. ", closer, " ", back));
+  const redraw = [];
+  const zoom = (wanted) => {
+    view = wanted || whole;
+    back.hidden = view === whole;
+    for (const draw of redraw) draw();
+  };
+  closer.addEventListener("click", () => zoom({ start: 0, end: 1.2 * shortest }));
+  back.addEventListener("click", () => zoom(null));
+  for (const data of steps) {
+    const step = decodeStep(data);
+    const plot = make("div", { class: "plot", "data-step": step.name, "data-how": step.how });
+    addPicture(plot, (width) => drawStep(plot, step, view, width, zoom));
+    redraw.push(() => drawStep(plot, step, view, plot.clientWidth, zoom));
+    const title = `The ${plural(step.messages.start.length, "message")} of ${step.name}, ${step.known}`;
+    section.append(make("div", { class: "step" }, make("h4", {}, stepTitle(step)), plot, makeLateTable(title, () => messageTable(step))));
+  }
+}
+
+function makeMeasured(entry) {
+  const section = make("section", { class: "measured" }, make("h2", {}, entry.title));
+  addSteps(section, entry.steps);
+  section.append(make("p", { class: "note" }, entry.note));
+  return section;
+}
+
 function makeCase(entry) {
   const section = make("section", { class: "case" }, make("h2", {}, entry.title));
-  if (entry.summary) section.append(make("p", { class: "more" }, entry.summary));
-  if (entry.steps.length) {
-    section.append(makeTimelineLegend());
-    const whole = { start: 0, end: Math.max(...entry.steps.map((step) => step.iteration_s)) };
-    let view = whole;
-    const shortest = Math.min(...entry.steps.map((step) => step.iteration_s));
-    const back = make("button", { type: "button", hidden: "" }, "Show whole steps");
-    const closer = make("button", { type: "button" }, "Look closer at the short steps");
-    closer.hidden = whole.end < 2 * shortest;
-    section.append(make("p", { class: "hint" }, "All steps are drawn to one scale. Point at a message to see what it carries; drag to look closer. ", closer, " ", back));
-    closer.addEventListener("click", () => zoom({ start: 0, end: 1.2 * shortest }));
-    const redraw = [];
-    const zoom = (wanted) => {
-      view = wanted || whole;
-      back.hidden = view === whole;
-      for (const draw of redraw) draw();
-    };
-    back.addEventListener("click", () => zoom(null));
-    for (const data of entry.steps) {
-      const step = decodeStep(data);
-      const plot = make("div", { class: "plot", "data-step": step.name, "data-how": step.how });
-      addPicture(plot, (width) => drawStep(plot, step, view, width, zoom));
-      redraw.push(() => drawStep(plot, step, view, plot.clientWidth, zoom));
-      const table = makeLateTable(`The ${plural(step.messages.start.length, "message")} of ${step.name}`, () => messageTable(step));
-      section.append(make("div", { class: "step" }, make("h4", {}, stepTitle(step)), plot, table));
-    }
-  }
+  if (entry.summary.length) section.append(makeWords("more", entry.summary));
+  if (entry.steps.length) addSteps(section, entry.steps);
   section.append(makeChart(entry.breakdown));
   return section;
 }
 
+// A sentence a line.
+const makeWords = (kind, sentences) => make("p", { class: kind }, ...sentences.map((sentence) => make("span", {}, `${sentence} `)));
+
 function makeGroup(group) {
   const section = make("section", { id: group.id }, make("h2", {}, group.title));
-  for (const words of group.summary) section.append(make("p", { class: "more" }, words));
+  if (group.summary.length) section.append(makeWords("more", group.summary));
   section.append(make("div", { class: "charts" }, ...group.charts.map(makeChart)));
   return section;
 }
@@ -87,7 +101,8 @@ function makeGroup(group) {
 function build() {
   const main = document.querySelector("main");
   main.replaceChildren(make("h1", {}, page.title));
-  if (page.lead) main.append(make("p", { class: "lead" }, page.lead));
+  if (page.lead.length) main.append(makeWords("lead", page.lead));
+  for (const entry of page.measured) main.append(makeMeasured(entry));
   for (const entry of page.cases) main.append(makeCase(entry));
   if (page.what_if.length) main.append(makeWhatIf(page.what_if, page.names));
   for (const group of page.groups) main.append(makeGroup(group));

@@ -1,6 +1,7 @@
-// The planners of mgwfbp for a straight-line cost, operation by operation as in Python, so that every number is the same.
+// The planners of mgwfbp, operation by operation as in Python, so that every number is the same.
 //
-// A model is {forward_s, backward_s: [...], grad_bytes: [...]} in ready order; a cost is {workers, startup_s, per_byte_s}.
+// A model is {forward_s, backward_s: [...], grad_bytes: [...]} in ready order; a cost is a straight line {workers,
+// startup_s, per_byte_s} or a curve {workers, sizes, times, slopes}, which `makeCurve` makes of [bytes, seconds].
 
 function readyTimes(model) {
   const ready = [];
@@ -18,7 +19,31 @@ function prefixBytes(model) {
   return prefix;
 }
 
-const messageTime = (cost, bytes) => cost.startup_s + cost.per_byte_s * bytes;
+// ---- costs: mgwfbp.cost
+
+function makeCurve(workers, points) {
+  const sizes = Float64Array.from(points, (point) => point[0]);
+  const times = Float64Array.from(points, (point) => point[1]);
+  const slopes = times.map((time, place) => (times[place + 1] - time) / (sizes[place + 1] - sizes[place]));
+  slopes[slopes.length - 1] = slopes[slopes.length - 2]; // beyond the last point the last slope
+  return { workers, sizes, times, slopes };
+}
+
+function messageTime(cost, bytes) {
+  if (!cost.sizes) return cost.startup_s + cost.per_byte_s * bytes;
+  let place = cost.sizes.length - 1;
+  while (place >= 0 && cost.sizes[place] > bytes) place--;
+  return place < 0 ? cost.times[0] : cost.times[place] + cost.slopes[place] * (bytes - cost.sizes[place]);
+}
+
+// mgwfbp.report.whatif.scaled
+function scaledCost(cost, workers, startupTimes, perByteTimes) {
+  const startup = startupTimes * ((workers - 1) / (cost.workers - 1));
+  const perByte = perByteTimes * (((workers - 1) * cost.workers) / (workers * (cost.workers - 1)));
+  if (!cost.points) return { workers, startup_s: cost.startup_s * startup, per_byte_s: cost.per_byte_s * perByte };
+  const more = cost.points[0][1] * (startup - perByte);
+  return makeCurve(workers, cost.points.map(([size, time]) => [size, time * perByte + more]));
+}
 
 // ---- networks: mgwfbp.network, the paper's Table II
 
@@ -59,7 +84,10 @@ function networkCost(network, workers) {
 
 // ---- planners: model, cost -> sizes of the groups
 
-function planOptimal(model, cost) {
+// mgwfbp.planners.optimal: one way for a straight line, another for a curve
+const planOptimal = (model, cost) => (cost.sizes ? planCurve(model, cost) : planLine(model, cost));
+
+function planLine(model, cost) {
   const ready = readyTimes(model);
   const prefix = prefixBytes(model);
   const { startup_s, per_byte_s } = cost;
@@ -102,6 +130,81 @@ function planOptimal(model, cost) {
   }
   cuts.reverse();
   return cuts.slice(1).map((end, index) => end - cuts[index]);
+}
+
+function planCurve(model, cost) {
+  const ready = [0, ...readyTimes(model)];
+  const prefix = prefixBytes(model);
+  const num = ready.length - 1;
+  const earliest = earliestEnds(ready, prefix, cost);
+  const latest = latestEnds(ready, prefix, cost, earliest[num] * TIE).map((end, place) => Math.max(end, earliest[place]));
+  // Round by round, one message more each, the earliest end of every cut; the first that is in time has the fewest.
+  const worth = new Array(num + 1).fill(Infinity); // of the best end so far; before the next gradient is ready all are alike
+  worth[0] = 0;
+  let ends = [0];
+  let starts = [0];
+  const rounds = [];
+  while (starts[starts.length - 1] !== num) {
+    const reached = new Array(num + 1).fill(Infinity);
+    const origin = new Array(num + 1).fill(0);
+    for (const start of starts) {
+      for (let last = start + 1; last <= num; last++) {
+        const end = Math.max(ends[start], ready[last]) + messageTime(cost, prefix[last] - prefix[start]);
+        if (end > latest[num] * TIE) break; // and so are all that hold more
+        if (end < reached[last]) {
+          reached[last] = end;
+          origin[last] = start;
+        }
+      }
+    }
+    rounds.push(origin);
+    starts = [];
+    for (let last = 0; last <= num; last++) {
+      const value = Math.max(reached[last], last < num ? ready[last + 1] : latest[num]);
+      if (reached[last] <= latest[last] * TIE && value < worth[last]) starts.push(last);
+      worth[last] = Math.min(worth[last], value);
+    }
+    ends = reached;
+    if (!starts.length) return [num]; // times that no number holds
+  }
+  const sizes = [];
+  for (let last = num; rounds.length; ) {
+    const start = rounds.pop()[last];
+    sizes.unshift(last - start);
+    last = start;
+  }
+  return sizes;
+}
+
+const TIE = 1 + 1e-12;
+
+// For every cut the earliest end of all gradients before it.
+function earliestEnds(ready, prefix, cost) {
+  const earliest = [0];
+  let free = 0;
+  for (let last = 1; last < ready.length; last++) {
+    while (free + 1 < last && earliest[free + 1] <= ready[last]) free++;
+    let best = Infinity;
+    for (let start = free; start < last; start++) {
+      best = Math.min(best, Math.max(earliest[start], ready[last]) + messageTime(cost, prefix[last] - prefix[start]));
+    }
+    earliest.push(best);
+  }
+  return earliest;
+}
+
+// For every cut the latest end of all gradients before it with which the rest can still meet the deadline.
+function latestEnds(ready, prefix, cost, deadline) {
+  const latest = new Array(ready.length).fill(-Infinity);
+  latest[ready.length - 1] = deadline;
+  for (let start = ready.length - 2; start >= 0; start--) {
+    for (let last = start + 1; last < ready.length; last++) {
+      const time = messageTime(cost, prefix[last] - prefix[start]);
+      if (ready[last] + time > deadline) break; // and so are all that hold more
+      if (ready[last] + time <= latest[last]) latest[start] = Math.max(latest[start], latest[last] - time);
+    }
+  }
+  return latest;
 }
 
 function planPublished(model, cost) {
@@ -176,16 +279,19 @@ function predictStep(model, cost, sizes) {
     taken += size;
   }
   const compute_s = ready[ready.length - 1];
-  const iteration_s = Math.max(compute_s, linkFree);
+  return { ready, messages, ...judgeStep(cost, compute_s, Math.max(compute_s, linkFree)) };
+}
+
+function judgeStep(cost, compute_s, iteration_s) {
   const exposed_s = iteration_s - compute_s;
   const ratio = compute_s ? exposed_s / compute_s : exposed_s ? Infinity : 0;
-  return {
-    ready,
-    messages,
-    compute_s,
-    iteration_s,
-    exposed_s,
-    speedup: cost.workers / (1 + ratio),
-    efficiency: 1 / (1 + ratio),
-  };
+  return { compute_s, iteration_s, exposed_s, speedup: cost.workers / (1 + ratio), efficiency: 1 / (1 + ratio) };
+}
+
+// The step of the best plan without the plan, which for a curve takes longer to find.
+function bestStep(model, cost) {
+  if (!cost.sizes) return predictStep(model, cost, planLine(model, cost));
+  const ready = readyTimes(model);
+  const end = earliestEnds([0, ...ready], prefixBytes(model), cost)[ready.length];
+  return judgeStep(cost, ready[ready.length - 1], Math.max(ready[ready.length - 1], end));
 }

@@ -41,7 +41,7 @@ function drawStep(host, step, view, width, onZoom) {
     width: "100%",
     tabindex: 0,
     role: "img",
-    "aria-label": `${step.name}, ${step.how}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}`,
+    "aria-label": `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}`,
   });
   const add = (tag, attributes, ...children) => svg.appendChild(makeSvg(tag, attributes, ...children));
   for (const tick of linearTicks(view.start, view.end, width / 110)) {

@@ -2,41 +2,42 @@
 
 function makeWhatIf(cases, names) {
   const section = make("section", { id: "what-if" }, make("h2", {}, "What if"));
-  const lead = make("p", {}, "Move workers, bandwidth or start-up time: every planner plans anew.");
+  const lead = make("p", {}, "Move workers, bandwidth or start-up time: every planner plans anew. All numbers here are predicted.");
   const note = make("p", { class: "note" });
+  const reading = make("p", { class: "note reading" });
   const verdict = make("p", { class: "verdict", "aria-live": "polite" });
   const controls = make("div", { class: "controls" });
   const steps = make("div", {});
   const table = make("div", {});
   const speedups = make("div", {});
-  section.append(lead, controls, verdict, steps, table, speedups, note);
+  section.append(lead, controls, reading, verdict, steps, table, note, speedups);
 
-  const state = { place: 0, workers: 0, bandwidth: 0, latency: 0 };
+  const state = { place: 0, workers: 0, bandwidth: 0, startup: 0 };
   const chooser = make("select", { id: "what-if-case" }, ...cases.map((entry, place) => make("option", { value: place }, entry.title)));
-  if (cases.length > 1) controls.append(make("label", {}, "case ", chooser));
+  if (cases.length > 1) controls.append(make("label", { class: "chooser" }, "case", chooser));
   const sliders = {};
-  for (const [key, title] of [["workers", "workers"], ["bandwidth", "bandwidth of a link"], ["latency", "start-up time of a message between two workers"]]) {
+  for (const key of ["workers", "bandwidth", "startup"]) {
     const input = make("input", { type: "range", id: `what-if-${key}`, min: 0, step: 1 });
+    const title = make("span", {});
     const output = make("output", { for: `what-if-${key}` });
-    controls.append(make("label", {}, make("span", {}, `${title}: `, output), input));
+    controls.append(make("label", {}, make("span", {}, title, ": ", output), input));
     input.addEventListener("input", () => {
       state[key] = Number(input.value);
       update();
     });
-    sliders[key] = { input, output };
+    sliders[key] = { input, title, output };
   }
   const reset = make("button", { type: "button" }, "As it was");
   controls.append(reset);
 
   function start() {
     const entry = cases[state.place];
-    const { network, workers, choices } = entry;
-    state.workers = choices.workers.indexOf(workers);
-    state.bandwidth = Math.max(0, choices.bandwidth.findIndex((choice) => choice[1] === network.per_byte_s));
-    state.latency = Math.max(0, choices.latency.findIndex((choice) => choice[1] === network.latency_s));
-    for (const [key, { input }] of Object.entries(sliders)) {
-      input.max = choices[key].length - 1;
-      input.value = state[key];
+    for (const [key, { input, title }] of Object.entries(sliders)) {
+      const slider = entry.sliders[key];
+      title.textContent = slider.title;
+      state[key] = slider.start;
+      input.max = slider.choices.length - 1;
+      input.value = slider.start;
     }
     note.textContent = entry.note;
     update();
@@ -44,25 +45,22 @@ function makeWhatIf(cases, names) {
 
   function update() {
     const entry = cases[state.place];
-    const workers = entry.choices.workers[state.workers];
-    const [gigabits, per_byte_s] = entry.choices.bandwidth[state.bandwidth];
-    const [microseconds, latency_s] = entry.choices.latency[state.latency];
-    sliders.workers.output.textContent = String(workers);
-    sliders.bandwidth.output.textContent = `${formatDigits(gigabits, 4)} Gbit/s`;
-    sliders.latency.output.textContent = `${formatDigits(microseconds, 4)} us`;
-    const network = { ...entry.network, per_byte_s, latency_s };
-    const found = planAll(entry, networkCost(network, workers));
+    const chosen = {};
+    for (const [key, { input, output }] of Object.entries(sliders)) {
+      const [label, value] = entry.sliders[key].choices[state[key]];
+      output.textContent = label;
+      input.setAttribute("aria-valuetext", label);
+      chosen[key] = value;
+    }
+    const cost = costOf(entry, chosen, chosen.workers);
+    const found = planAll(entry, cost);
+    reading.textContent = readCost(entry, cost);
+    verdict.textContent = judge(found, chosen.workers);
     const { bucket, optimal } = found;
-    const gain = optimal.iteration_s ? bucket.iteration_s / optimal.iteration_s : 1;
-    const faster = gain > 1.005 ? `${formatDigits(gain, 3)} times as fast as` : "no faster than";
-    verdict.textContent =
-      `The best plan sends ${plural(optimal.messages.start.length, "message")} and takes ${formatSeconds(optimal.iteration_s)} a step, ` +
-      `${formatSeconds(optimal.exposed_s)} of it exposed: ${faster} PyTorch's default buckets, ` +
-      `a speedup of ${formatDigits(optimal.speedup, 4)} on ${plural(workers, "worker")}.`;
     const view = { start: 0, end: Math.max(bucket.iteration_s, optimal.iteration_s) };
     drawWhatIfSteps(steps, entry, names, { bucket, optimal }, view);
     table.replaceChildren(makePlannersTable(found));
-    speedups.replaceChildren(makeChart(speedupChart(entry, network)));
+    speedups.replaceChildren(makeChart(speedupChart(entry, chosen)));
     drawPictures(false);
   }
 
@@ -73,6 +71,30 @@ function makeWhatIf(cases, names) {
   reset.addEventListener("click", start);
   start();
   return section;
+}
+
+// What messages cost on so many workers: a network's sliders say its values, those of a cost how many times it.
+function costOf(entry, { bandwidth, startup }, workers) {
+  if (entry.network) return networkCost({ ...entry.network, per_byte_s: bandwidth, latency_s: startup }, workers);
+  return scaledCost(entry.cost, workers, startup, bandwidth);
+}
+
+function readCost(entry, cost) {
+  const bytes = entry.model.grad_bytes.reduce((sum, size) => sum + size, 0);
+  return (
+    `On ${plural(cost.workers, "worker")} a message of no bytes takes ${formatSeconds(messageTime(cost, 0))}, ` +
+    `one of all gradients (${formatBytes(bytes)}) ${formatSeconds(messageTime(cost, bytes))}.`
+  );
+}
+
+function judge({ bucket, optimal }, workers) {
+  const gain = optimal.iteration_s ? bucket.iteration_s / optimal.iteration_s : 1;
+  const faster = gain > 1.005 ? `${formatDigits(gain, 3)} times as fast as` : "no faster than";
+  return (
+    `The best plan sends ${plural(optimal.messages.start.length, "message")} and takes ${formatSeconds(optimal.iteration_s)} a step, ` +
+    `${formatSeconds(optimal.exposed_s)} of it exposed: ${faster} PyTorch's default buckets, ` +
+    `a speedup of ${formatDigits(optimal.speedup, 4)} on ${plural(workers, "worker")} (all predicted).`
+  );
 }
 
 function planAll(entry, cost) {
@@ -100,7 +122,7 @@ function whatIfStep(entry, names, name, result) {
   const nameOf = (layer) => names[entry.names[layer]];
   return {
     name,
-    how: "planned here",
+    known: "predicted, planned here",
     forward: [0, entry.model.forward_s],
     backward: { start, end: ready, bytes: entry.model.grad_bytes, layers: (place) => [nameOf(place)] },
     messages: {
@@ -135,19 +157,25 @@ function makePlannersTable(found) {
 
 const STRATEGY_COLORS = { optimal: 0, mgwfbp: 1, wfbp: 2, single: 3, bucket: 4 };
 
-function speedupChart(entry, network) {
-  const counts = entry.choices.workers;
-  const values = {};
-  for (const count of counts) {
-    for (const [name, result] of Object.entries(planAll(entry, networkCost(network, count)))) {
-      (values[name] = values[name] || []).push([count, result.speedup]);
-    }
-  }
+const MANY_GRADIENTS = 1500; // of so many the best plan for a curve is not found in an instant
+
+function speedupChart(entry, chosen) {
   const shown = [2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096];
+  const all = entry.sliders.workers.choices.map((choice) => choice[1]);
+  const isQuick = entry.network || !entry.cost.points || entry.model.grad_bytes.length < MANY_GRADIENTS;
+  const counts = isQuick ? all : all.filter((count) => shown.includes(count));
+  const values = {};
+  for (const [name, planner] of Object.entries(PLANNERS)) {
+    values[name] = counts.map((count) => {
+      const cost = costOf(entry, chosen, count);
+      const step = name === "optimal" ? bestStep(entry.model, cost) : predictStep(entry.model, cost, planner(entry.model, cost, entry.bucket));
+      return [count, step.speedup];
+    });
+  }
   const series = Object.entries(values).map(([name, points]) => ({ name, points, color: STRATEGY_COLORS[name], style: "line", spread: [] }));
   series.push({ name: "linear", points: counts.map((count) => [count, count]), color: 6, style: "dashed", spread: [] });
   return {
-    title: "Speedup on such a network",
+    title: "Speedup on such a network, predicted",
     kind: "lines",
     series,
     x: { label: "workers", unit: "", log: true },

@@ -1,0 +1,234 @@
+"""Which records belong together: inputs in, cases out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mgwfbp.errors import PlanError
+from mgwfbp.plan import MergePlan
+from mgwfbp.planners import PLANNERS, Planner
+from mgwfbp.report.cases import Case, CaseStrategy
+from mgwfbp.report.inputs import Inputs, KnownCost, Named
+from mgwfbp.results import BenchResult
+from mgwfbp.run import TrainingRun
+from mgwfbp.timeline import Timeline, predict
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["find_cases"]
+
+
+def find_cases(
+    inputs: Inputs, *, workers: Sequence[int] = (), planners: Mapping[str, Planner] = PLANNERS
+) -> list[Case]:
+    """Put together what belongs together.
+
+    Every benchmark is a case; so are the runs of one model and number of workers, as far as they need no more than one
+    trace and cost; so is every trace with every cost and with every network of ``workers``, where each planner's step
+    and that of every plan for this model is predicted. A timeline goes to the case of its model and number of workers.
+    """
+    cases = [_bench_case(bench) for _, bench in inputs.benches]
+    cases += _run_cases(inputs.runs, planners)
+    for _, trace in inputs.traces:
+        for name, cost in inputs.costs:
+            case = _planned(Case(trace.model, _where(name, cost), cost.workers, (), trace, cost), planners)
+            cases.append(_with_plans(case, inputs))
+        for _, network in inputs.networks:
+            for count in workers:
+                case = Case(trace.model, network.name, count, (), trace, network.cost(count), network)
+                cases.append(_with_plans(_planned(case, planners), inputs))
+    for name, timeline in inputs.timelines:
+        _add_timeline(cases, name, timeline)
+    return cases
+
+
+def _where(name: str, cost: KnownCost) -> str:
+    return _said_network(cost) or Path(name).name
+
+
+def _said_network(cost: KnownCost) -> str:
+    """Return what a cost says of where it is from, if anything."""
+    return str(cost.source.get("network") or cost.source.get("backend") or "")
+
+
+# ---- plans and their predictions
+
+
+def _planned(case: Case, planners: Mapping[str, Planner]) -> Case:
+    """Add what every planner's plan would give; needs the trace and the cost."""
+    if case.trace is None or case.cost is None:
+        return case
+    there = {strategy.name: strategy for strategy in case.strategies}
+    ddp = there["ddp"].predicted if "ddp" in there else None
+    added = []
+    for name, planner in planners.items():
+        if name in there:
+            continue
+        step = predict(case.trace, case.cost, planner(case.trace, case.cost))
+        # The same buckets need not stand there under both of their names.
+        if name != "bucket" or ddp is None or _messages(ddp) != _messages(step):
+            added.append(CaseStrategy(name, step))
+    return replace(case, strategies=(*case.strategies, *added))
+
+
+def _with_plans(case: Case, inputs: Inputs) -> Case:
+    for name, plan in inputs.plans:
+        predicted = _predicted(plan, case.trace, case.cost)
+        if predicted is not None:
+            strategy = CaseStrategy(f"{Path(name).name} ({plan.planner})", predicted)
+            case = replace(case, strategies=(*case.strategies, strategy))
+    return case
+
+
+def _predicted(plan: MergePlan | None, trace: ModelTrace | None, cost: KnownCost | None) -> Timeline | None:
+    """Return the step of a plan, where there is all that it takes to predict it."""
+    if plan is None or trace is None or cost is None:
+        return None
+    try:
+        plan.check_covers([layer.name for layer in trace.layers])
+    except PlanError:
+        return None
+    return predict(trace, cost, plan)
+
+
+# ---- benchmarks
+
+
+def _bench_case(bench: BenchResult) -> Case:
+    strategies = [
+        CaseStrategy(
+            result.strategy,
+            result.predicted_timeline or _predicted(result.plan, bench.trace, bench.cost),
+            result.timeline,
+            result,
+        )
+        for result in bench.strategies
+    ]
+    return Case(
+        bench.model,
+        bench.network,
+        bench.workers,
+        tuple(strategies),
+        bench.trace,
+        bench.cost,
+        compute_s=bench.compute_s,
+    )
+
+
+# ---- training runs
+
+
+def _run_cases(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner]) -> list[Case]:
+    """Put runs of one model and number of workers together.
+
+    A run without a trace and a cost of its own, DDP's for one, belongs to the first that has them, so that strategies
+    that were trained one after the other stand in one case.
+    """
+    groups: list[list[Named[TrainingRun]]] = []
+    for named in runs:
+        key = _key(named[1])
+        if key is None:  # it says nothing but losses
+            continue
+        mates = [group for group in groups if _key(group[0][1]) == key]
+        free = [group for group in mates if not (_measured_both(named[1]) and any(_measured_both(r) for _, r in group))]
+        if free:
+            free[0].append(named)
+        else:
+            groups.append([named])
+    return [_run_case(group, planners) for group in groups]
+
+
+def _key(run: TrainingRun) -> tuple[str, int] | None:
+    timeline = run.timeline or _own_prediction(run)
+    return None if timeline is None else (timeline.model, timeline.workers)
+
+
+def _cost(run: TrainingRun) -> KnownCost | None:
+    return run.cost if isinstance(run.cost, KnownCost) else None
+
+
+def _measured_both(run: TrainingRun) -> bool:
+    return run.trace is not None and _cost(run) is not None
+
+
+def _own_prediction(run: TrainingRun) -> Timeline | None:
+    return run.predicted or _predicted(run.plan, run.trace, _cost(run))
+
+
+def _run_case(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner]) -> Case:
+    """Make one case of runs, at most one of which has a trace and a cost."""
+    known = next((run for _, run in runs if _measured_both(run)), runs[0][1])
+    trace, cost = known.trace, _cost(known)
+    key = _key(runs[0][1])
+    assert key is not None  # noqa: S101  # others were left out
+    model, workers = key
+    strategies: list[CaseStrategy] = []
+    for name, run in runs:
+        timeline = run.timeline or _own_prediction(run)
+        strategy = str(run.config.get("strategy", timeline.planner if timeline else name))
+        if any(other.name == strategy for other in strategies):
+            strategy = f"{strategy} ({name})"
+        predicted = _own_prediction(run) or _predicted(_sent(run.timeline), trace, cost)
+        strategies.append(CaseStrategy(strategy, predicted, run.timeline))
+    network = str(run.environment.get("network") or (_said_network(cost) if cost is not None else "") or "a network")
+    case = Case(
+        model,
+        f"{network} ({', '.join(name for name, _ in runs)})",
+        workers,
+        tuple(strategies),
+        trace,
+        cost,
+        num_runs=len(runs),
+        raced_s=next((raced_s for _, run in runs if (raced_s := _raced_s(run)) is not None), None),
+    )
+    return _planned(case, planners)
+
+
+def _sent(timeline: Timeline | None) -> MergePlan | None:
+    """Return the plan whose messages were observed."""
+    if timeline is None:
+        return None
+    return MergePlan(timeline.model, timeline.planner, tuple(message.layers for message in timeline.messages))
+
+
+def _raced_s(run: TrainingRun) -> tuple[float, float] | None:
+    """Return what the tuner measured in turns: the step with DDP's buckets and that with the plan it chose."""
+    tuning = run.tuning or {}
+    before_s, after_s = tuning.get("before_s"), tuning.get("after_s")
+    if tuning.get("state") != "settled" or not isinstance(before_s, float) or not isinstance(after_s, float):
+        return None
+    return before_s, after_s
+
+
+# ---- timelines
+
+
+def _add_timeline(cases: list[Case], name: str, timeline: Timeline) -> None:
+    """Put a timeline into the case it belongs to, or into one of its own."""
+    key = (timeline.model, timeline.workers)
+    places = [place for place, case in enumerate(cases) if (case.model, case.workers) == key]
+    if not places:
+        cases.append(Case(timeline.model, "", timeline.workers, ()))
+        places = [len(cases) - 1]
+    place = max(places, key=lambda place: any(_is_measured_by(other, timeline) for other in cases[place].strategies))
+    strategies = list(cases[place].strategies)
+    # A file says not whether it was measured; its name may.
+    if "predict" in name.lower():
+        strategies.append(CaseStrategy(f"{timeline.planner} ({name})", predicted=timeline))
+    else:
+        mate = next((index for index, other in enumerate(strategies) if _is_measured_by(other, timeline)), None)
+        if mate is None:
+            strategies.append(CaseStrategy(f"{timeline.planner} ({name})", measured=timeline))
+        else:
+            strategies[mate] = replace(strategies[mate], measured=timeline)
+    cases[place] = replace(cases[place], strategies=tuple(strategies))
+
+
+def _is_measured_by(strategy: CaseStrategy, timeline: Timeline) -> bool:
+    """Whether this may be the measurement of that: nothing says so but the planner's name and the same messages."""
+    if strategy.name != timeline.planner or strategy.measured is not None:
+        return False
+    return strategy.predicted is None or _messages(strategy.predicted) == _messages(timeline)
+
+
+def _messages(timeline: Timeline) -> list[frozenset[str]]:
+    return [frozenset(message.layers) for message in timeline.messages]
