@@ -1,10 +1,7 @@
 """The page, in a real browser: what a reader sees and does."""
 
-import random
 import re
 import time
-from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +12,17 @@ from mgwfbp import (
     LayerTrace,
     LinearCost,
     ModelTrace,
-    Network,
     ReportError,
     Timeline,
     find_plan,
-    load_network,
-    load_trace,
     predict,
 )
-from mgwfbp.network import ALGORITHMS
 from mgwfbp.report import Inputs, build_page, load_inputs
 from mgwfbp.units import format_bytes, format_seconds
-from tests.report.browser import Tab, open_browser, open_tab
-from tests.report.records import TRACE, write_all
+from tests.report.browser import Tab, drawn_messages, find_browser, open_tab, write_page
+from tests.report.records import TRACE, write_all, write_run
 
 COST = LinearCost(4, 1e-3, 2e-9)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as found:
-        yield found
-
-
-@pytest.fixture
-def tab(browser: Any) -> Iterator[Tab]:
-    with open_tab(browser) as opened:
-        yield opened
-
-
-def write_page(folder: Path, inputs: Inputs, **options: Any) -> Path:
-    path = folder / "report.html"
-    path.write_text(build_page(inputs, **options), encoding="utf-8")
-    return path
 
 
 def planned(trace: ModelTrace = TRACE, cost: LinearCost = COST) -> Inputs:
@@ -56,13 +31,6 @@ def planned(trace: ModelTrace = TRACE, cost: LinearCost = COST) -> Inputs:
 
 def step_of(planner: str, trace: ModelTrace = TRACE, cost: LinearCost = COST) -> Timeline:
     return predict(trace, cost, find_plan(trace, cost, planner))
-
-
-def drawn_messages(tab: Tab, where: str) -> list[tuple[float, float, float]]:
-    """Left, top and width of every message that is drawn, in the picture's own pixels."""
-    paths = tab.page.locator(f"{where} path.message").evaluate_all("all => all.map(path => path.getAttribute('d'))")
-    found = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", path) for path in paths]
-    return sorted((float(left), float(top), float(width)) for some in found for left, top, width in some)
 
 
 def test_a_page_of_everything_opens_without_a_network_and_without_a_complaint(
@@ -176,124 +144,6 @@ def test_messages_are_listed_when_asked_for(tab: Tab, tmp_path: Path) -> None:
     assert rows.nth(2).locator("td").all_inner_texts()[-1] == TRACE.layers[2].name
 
 
-# ---- what if
-
-
-def choose(tab: Tab, name: str, value: float) -> None:
-    """Move a slider to where its label says the value."""
-    slider = tab.page.locator(f"#what-if-{name}")
-    for place in range(int(slider.get_attribute("max")) + 1):
-        slider.fill(str(place))
-        shown = tab.page.locator(f"output[for=what-if-{name}]").inner_text().split()[0]
-        if float(shown) == value:
-            return
-    pytest.fail(f"{name} has no setting {value}")
-
-
-@pytest.mark.parametrize(("workers", "gigabits", "latency_us"), [(4, 1.0, 50.0), (64, 25.0, 5.0), (1024, 400.0, 0.0)])
-def test_what_if_gives_the_planners_own_numbers(
-    tab: Tab, tmp_path: Path, workers: int, gigabits: float, latency_us: float
-) -> None:
-    trace = load_trace("resnet50-h200-b32")
-    inputs = Inputs(traces=(("t", trace),), networks=(("n", load_network("10gbe")),))
-    tab.open(write_page(tmp_path, inputs, workers=(8,)))
-    choose(tab, "workers", workers)
-    choose(tab, "bandwidth", gigabits)
-    choose(tab, "latency", latency_us)
-    cost = Network("what-if", "ring", latency_us * 1e-6, 8e-9 / gigabits).cost(workers)
-    for planner in PLANNERS:
-        row = tab.page.locator(f"#what-if tr[data-planner={planner}]")
-        step = step_of(planner, trace, cost)
-        assert float(row.get_attribute("data-iteration")) == step.iteration_s
-        assert float(row.get_attribute("data-exposed")) == step.exposed_s
-        assert float(row.get_attribute("data-speedup")) == step.speedup
-        assert row.locator("td").all_inner_texts()[:3] == [
-            str(len(step.messages)),
-            format_seconds(step.iteration_s),
-            format_seconds(step.exposed_s),
-        ]
-    best = step_of("optimal", trace, cost)
-    assert len(drawn_messages(tab, "[data-what-if=optimal]")) == len(best.messages)
-    verdict = tab.page.locator("#what-if .verdict").inner_text()
-    assert f"takes {format_seconds(best.iteration_s)} a step" in verdict
-    assert f"a speedup of {best.speedup:.4g} on" in verdict
-    tab.check()
-
-
-def test_what_if_begins_with_the_case_itself_and_returns_to_it(tab: Tab, tmp_path: Path) -> None:
-    tab.open(
-        write_page(tmp_path, Inputs(traces=(("t", TRACE),), networks=(("n", load_network("10gbe")),)), workers=(8,))
-    )
-    step = step_of("optimal", TRACE, load_network("10gbe").cost(8))
-    row = tab.page.locator("#what-if tr[data-planner=optimal]")
-    assert float(row.get_attribute("data-iteration")) == step.iteration_s
-    choose(tab, "workers", 512)
-    assert float(row.get_attribute("data-iteration")) != step.iteration_s
-    tab.page.get_by_role("button", name="As it was").click()
-    assert float(row.get_attribute("data-iteration")) == step.iteration_s
-
-
-def test_the_pages_planners_are_pythons_on_random_models(tab: Tab) -> None:
-    chance = random.Random(7)
-    cases, expected = [], []
-    for _ in range(300):
-        count = chance.randint(1, 40)
-        scale = chance.choice([1.0, 1e-3, 0.1])
-        layers = [
-            LayerTrace(
-                f"g{place}", chance.choice([0.0, chance.random()]) * scale, chance.choice([0, 1, 5, 10**6, 3 * 10**7])
-            )
-            for place in range(count)
-        ]
-        trace = ModelTrace("random", chance.random() * scale, tuple(layers))
-        cost = LinearCost(
-            2, chance.choice([0.0, chance.random()]) * scale, chance.choice([0.0, chance.random() * 1e-8])
-        )
-        steps = {name: step_of(name, trace, cost) for name in PLANNERS}
-        cases.append(
-            {
-                "model": {
-                    "forward_s": trace.forward_s,
-                    "backward_s": [layer.backward_s for layer in layers],
-                    "grad_bytes": [layer.grad_bytes for layer in layers],
-                },
-                "cost": {"workers": 2, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s},
-            }
-        )
-        expected.append(
-            {name: [[len(span.layers) for span in step.messages], step.iteration_s] for name, step in steps.items()}
-        )
-    script = (resources.files("mgwfbp.report") / "page" / "planner.js").read_text()
-    bucket = "{first_bytes: 2 ** 20, later_bytes: 25 * 2 ** 20}"
-    found = tab.page.evaluate(
-        "(cases) => {"
-        + script
-        + f"""
-        return cases.map(({{model, cost}}) => Object.fromEntries(Object.entries(PLANNERS).map(([name, planner]) => {{
-            const sizes = planner(model, cost, {bucket});
-            return [name, [sizes, predictStep(model, cost, sizes).iteration_s]];
-        }})));
-        }}""",
-        cases,
-    )
-    assert found == expected
-
-
-def test_the_pages_networks_are_pythons(tab: Tab) -> None:
-    script = (resources.files("mgwfbp.report") / "page" / "planner.js").read_text()
-    counts = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 100, 128, 1000, 4096]
-    fields = {"latency_s": 45.26e-6, "per_byte_s": 8e-10, "reduce_per_byte_s": 1.3e-10}
-    for algorithm in ALGORITHMS:
-        costs = [Network("n", algorithm, **fields).cost(count) for count in counts]
-        found = tab.page.evaluate(
-            "([network, counts]) => {" + script + "; return counts.map(count => networkCost(network, count)); }",
-            [{"algorithm": algorithm, **fields}, counts],
-        )
-        assert found == [
-            {"workers": cost.workers, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s} for cost in costs
-        ]
-
-
 # ---- size, names, screens
 
 
@@ -399,6 +249,39 @@ def test_on_every_screen_nothing_sticks_out_and_no_two_labels_overlap(
         tab.page.wait_for_function("document.querySelector('svg.timeline').viewBox.baseVal.width > 900")
         assert tab.page.evaluate("document.documentElement.scrollWidth") == 1000
         assert tab.page.evaluate(OVERLAPS) == []
+
+
+UNMARKED = """() => {
+  // Tables that are cut without room for a scrollbar.
+  const tables = [...document.querySelectorAll(".table")].filter((table) => table.scrollWidth > table.clientWidth);
+  const unmarked = tables.filter((table) => table.offsetHeight === table.clientHeight);
+  return [tables.length, unmarked.map((table) => table.innerText.slice(0, 60))];
+}"""
+
+
+@pytest.mark.parametrize("is_phone", [False, True])
+def test_a_table_that_is_cut_has_a_scrollbar(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_phone: bool
+) -> None:
+    inputs = write_all(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path = write_page(tmp_path, load_inputs(inputs))
+    kind = browser.browser_type
+    seen = kind.launch(executable_path=find_browser(), args=["--no-sandbox"], ignore_default_args=["--hide-scrollbars"])
+    with open_tab(seen, viewport={"width": 500, "height": 800}, is_mobile=is_phone, has_touch=is_phone) as tab:
+        tab.open(path)
+        cut, unmarked = tab.page.evaluate(UNMARKED)
+        assert cut > 2
+        assert unmarked == []
+    seen.close()
+
+
+def test_tables_beside_one_another_fit_on_a_desk(browser: Any, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("first", "second")]
+    with open_tab(browser, viewport={"width": 1440, "height": 900}) as tab:
+        tab.open(write_page(tmp_path, load_inputs(runs)))
+        cut = "all => all.filter((table) => table.scrollWidth > table.clientWidth).map((table) => table.innerText)"
+        assert tab.page.locator("#runs .table").evaluate_all(cut) == []
 
 
 def test_a_dark_screen_gets_a_dark_page_and_paper_a_light_one(browser: Any, tmp_path: Path) -> None:

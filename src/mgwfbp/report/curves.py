@@ -140,7 +140,7 @@ def _run_chart(what: str, x_label: str, unit: Any, lines: Mapping[str, Sequence[
     return Chart(what, "lines", series, table, x_label, what.lower(), y_unit=unit)
 
 
-def _picked(points: Sequence[tuple[int, float]], most: int = 8) -> list[tuple[int, float]]:
+def _picked(points: Sequence[tuple[int, float]], most: int = 6) -> list[tuple[int, float]]:
     """Return at most so many of the points, evenly picked, the first and the last among them."""
     if len(points) <= most:
         return list(points)
