@@ -49,6 +49,13 @@ def test_names_of_what_comes_with_the_package_are_inputs_too(folder: Path) -> No
     assert "googlenet on 64 workers over InfiniBand HDR" in text
 
 
+def test_workers_on_nodes_are_planned_with_what_both_networks_cost(folder: Path) -> None:
+    nodes = ["--workers", "16", "--per-node", "8", "--inside", "nvlink3"]
+    assert run(["report", "googlenet-h200-b64", "ib-hdr", *nodes, "-o", "report.html"]) == 0
+    assert "googlenet on 16 workers over InfiniBand HDR, 8 a node over NVLink 3" in (folder / "report.html").read_text()
+    assert run(["report", "googlenet-h200-b64", "ib-hdr", *nodes[:4], "-o", "report.html"]) == 2
+
+
 def test_without_a_file_the_timelines_are_drawn_as_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "trace.json", "cost.json"]) == 0
     shown = capsys.readouterr().out

@@ -42,7 +42,10 @@ class Links:
 
     def cluster(self, name: str) -> Cluster:
         """Return the cluster that a network by this name joins."""
-        link = load_network(name)
+        return self.join(load_network(name))
+
+    def join(self, link: Network) -> Cluster:
+        """Return the cluster that a network joins."""
         if self._algorithm is not None and self._algorithm != link.algorithm:
             link = Network(
                 f"{link.name} {self._algorithm}",

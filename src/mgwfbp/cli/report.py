@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,
     BucketMb,
     FirstBucketMb,
+    find_planner,
     planners,
 )
 from mgwfbp.cli.output import check_not_input, talk
@@ -72,6 +75,8 @@ def report(
         typer.Option(metavar="NAME|FILE", help=f"A network to plan for: network.json or one of {', '.join(PRESETS)}."),
     ] = None,
     workers: Annotated[str | None, typer.Option(metavar="N,N,...", help="Workers on these networks.")] = None,
+    per_node: PerNode = 1,
+    inside: Inside = None,
     planner: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME,...", help=f"Whose plans to predict, if not all: any of {', '.join(PLANNERS)}."),
@@ -92,6 +97,7 @@ def report(
     counts = _worker_counts(workers)
     if given.networks and given.traces and not counts and figure in (None, "timelines"):
         raise typer.BadParameter("missing; a network does not say how many there are", param_hint="--workers")
+    given = _on_nodes(given, counts, Links(per_node, inside)) if inside is not None or per_node > 1 else given
     everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
     if chosen == "html":
         _write(build_page(given, workers=counts, planners=everyone, title=title), output)
@@ -106,6 +112,13 @@ def report(
         _write_figures(given, counts, everyone, chosen, figure or "timelines", output)
 
 
+def _on_nodes(given: Inputs, counts: Sequence[int], links: Links) -> Inputs:
+    """Put what workers on nodes pay for a message in the place of the networks between nodes."""
+    clusters = [links.join(network) for _, network in given.networks]
+    costs = tuple((cluster.name, cluster.cost(count)) for cluster in clusters for count in counts)
+    return replace(given, networks=(), costs=(*given.costs, *costs))
+
+
 def _worker_counts(text: str | None) -> list[int]:
     counts = []
     for part in text.split(",") if text is not None else ():
@@ -117,10 +130,7 @@ def _worker_counts(text: str | None) -> list[int]:
 
 def _chosen_planners(names: list[str] | None, everyone: dict[str, Planner]) -> dict[str, Planner]:
     chosen = ",".join(names).split(",") if names else list(everyone)
-    for name in chosen:
-        if name not in everyone:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(everyone)}", param_hint="--planner")
-    return {name: everyone[name] for name in chosen}
+    return {name: find_planner(name, everyone) for name in chosen}
 
 
 def _write(text: str, output: str | None) -> None:

@@ -169,7 +169,8 @@ def _run_case(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner
             strategy = f"{strategy} ({name})"
         predicted = _own_prediction(run) or _predicted(_sent(run.timeline), trace, cost)
         strategies.append(CaseStrategy(strategy, predicted, run.timeline))
-    network = str(run.environment.get("network") or (_said_network(cost) if cost is not None else "") or "a network")
+    named = runs[0][1].environment.get("network") or (_said_network(cost) if cost is not None else "")
+    network = str(named or "a network")
     case = Case(
         model,
         f"{network} ({', '.join(name for name, _ in runs)})",

@@ -71,7 +71,7 @@ class Cluster:
     def cost(self, workers: int) -> LinearCost:
         """Return the cost of an all-reduce over ``workers``."""
         nodes, inside = self._levels(workers)
-        return _add(workers, inside, self._slowest_network().cost(nodes))
+        return self._add(workers, inside, self._slowest_network().cost(nodes))
 
     def parameter_server_cost(self, workers: int, *, servers: int) -> LinearCost:
         r"""Return the cost of a push and a pull, by node: :math:`T_{inside}(M; k) + T_{ps}(M; n)`.
@@ -84,7 +84,13 @@ class Cluster:
         if nodes > 1:
             own_per_byte_s = 2 * self._slowest_network().per_byte_s
             between = replace(between, per_byte_s=max(between.per_byte_s, own_per_byte_s))
-        return _add(workers, inside, between)
+        return self._add(workers, inside, between)
+
+    def _add(self, workers: int, inside: LinearCost | None, between: LinearCost) -> LinearCost:
+        if inside is None:
+            return between
+        source = {"network": self.name, "inside": dict(inside.source), "between": dict(between.source)}
+        return LinearCost(workers, inside.startup_s + between.startup_s, inside.per_byte_s + between.per_byte_s, source)
 
     def _slowest_network(self) -> Network:
         return replace(self.network, per_byte_s=self.network.per_byte_s * max(self.slow_links, default=1.0))
@@ -101,13 +107,6 @@ class Cluster:
                 f"{plural(count, 'worker')} do not fill nodes of {self.workers_per_node}, expected a multiple of it"
             )
         return count // self.workers_per_node, self.inside.cost(self.workers_per_node)
-
-
-def _add(workers: int, inside: LinearCost | None, between: LinearCost) -> LinearCost:
-    if inside is None:
-        return between
-    source = {"inside": dict(inside.source), "between": dict(between.source)}
-    return LinearCost(workers, inside.startup_s + between.startup_s, inside.per_byte_s + between.per_byte_s, source)
 
 
 @dataclass(frozen=True, slots=True)

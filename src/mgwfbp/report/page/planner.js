@@ -87,10 +87,53 @@ function networkCost(network, workers) {
 // mgwfbp.planners.optimal: one way for a straight line, another for a curve
 const planOptimal = (model, cost) => (cost.sizes ? planCurve(model, cost) : planLine(model, cost));
 
+const SLOWER = 1.25;
+const NEAR = 1e-3;
+const TIE = 1 + 1e-12;
+const ROUNDING = 1e-11;
+
+// Of all plans with the shortest step the best one if messages are slower, then the fewest messages.
+function withSlack(fewest, least, most) {
+  let sizes = fewest(least * (1 + NEAR));
+  if (!sizes) {
+    let [low, high] = [least, most]; // met by nothing, and by something
+    while (high - low > NEAR * low) {
+      const middle = (low + high) / 2;
+      if (fewest(middle)) high = middle;
+      else low = middle;
+    }
+    sizes = fewest(low * (1 + NEAR));
+  }
+  return sizes || [1]; // times that no number holds
+}
+
 function planLine(model, cost) {
   const ready = readyTimes(model);
   const prefix = prefixBytes(model);
   const { startup_s, per_byte_s } = cost;
+  const shortest = lineEnd(ready, prefix, startup_s, per_byte_s);
+  // Backwards: each message takes in all that leaves room for it and those after it.
+  const fewest = (slowDeadline) => {
+    const sizes = [];
+    let later = 0;
+    for (let last = ready.length; last > 0; ) {
+      const now = ready[last - 1];
+      const endBytes = prefix[last];
+      const room = Math.min(shortest * TIE - now, (slowDeadline - now) / SLOWER) - later;
+      let start = last - 1;
+      while (start > 0 && startup_s + per_byte_s * (endBytes - prefix[start - 1]) <= room) start--;
+      const time = startup_s + per_byte_s * (endBytes - prefix[start]);
+      if (time > room + ROUNDING * shortest) return null;
+      later += time;
+      sizes.unshift(last - start);
+      last = start;
+    }
+    return sizes;
+  };
+  return withSlack(fewest, lineEnd(ready, prefix, SLOWER * startup_s, SLOWER * per_byte_s), SLOWER * shortest);
+}
+
+function lineEnd(ready, prefix, startup_s, per_byte_s) {
   const earliest = [0];
   let free = 0;
   const keys = [];
@@ -115,96 +158,75 @@ function planLine(model, cost) {
     keys.push(key);
     starts.push(last);
   }
-  // Of all plans that end as early the one with the fewest messages: backwards, each takes in all it can.
-  const cuts = [ready.length];
-  let deadline = earliest[earliest.length - 1] * (1 + 1e-12);
-  while (cuts[cuts.length - 1] > 0) {
-    const last = cuts[cuts.length - 1];
-    const now = ready[last - 1];
-    const endBytes = prefix[last];
-    let start = last - 1;
-    while (start > 0 && now + (startup_s + per_byte_s * (endBytes - prefix[start - 1])) <= deadline) start--;
-    deadline -= startup_s + per_byte_s * (endBytes - prefix[start]);
-    deadline = Math.max(deadline, earliest[start]);
-    cuts.push(start);
-  }
-  cuts.reverse();
-  return cuts.slice(1).map((end, index) => end - cuts[index]);
+  return earliest[ready.length];
 }
 
 function planCurve(model, cost) {
   const ready = [0, ...readyTimes(model)];
   const prefix = prefixBytes(model);
   const num = ready.length - 1;
-  const earliest = earliestEnds(ready, prefix, cost);
-  const latest = latestEnds(ready, prefix, cost, earliest[num] * TIE).map((end, place) => Math.max(end, earliest[place]));
-  // Round by round, one message more each, the earliest end of every cut; the first that is in time has the fewest.
-  const worth = new Array(num + 1).fill(Infinity); // of the best end so far; before the next gradient is ready all are alike
-  worth[0] = 0;
-  let ends = [0];
-  let starts = [0];
+  const earliest = earliestEnds(ready, prefix, cost, 1);
+  const slow = earliestEnds(ready, prefix, cost, SLOWER);
+  const shortest = earliest[num] * TIE;
+  const fewest = (slowDeadline) => {
+    const room = ready.map((now) => Math.min(shortest - now, (slowDeadline - now) / SLOWER));
+    const left = ready.map((_, cut) => Math.min(shortest - earliest[cut], (slowDeadline - slow[cut]) / SLOWER) + ROUNDING * shortest);
+    return fewestSizes(prefix, cost, room, left);
+  };
+  return withSlack(fewest, slow[num], SLOWER * shortest);
+}
+
+// Round by round, one message more each, the least time of all messages after every cut; the first that reaches the
+// first gradient has the fewest.
+function fewestSizes(prefix, cost, room, left) {
+  const num = prefix.length - 1;
+  const after = new Array(num + 1).fill(Infinity);
+  after[num] = 0;
   const rounds = [];
-  while (starts[starts.length - 1] !== num) {
+  let better = [num];
+  while (better.length) {
     const reached = new Array(num + 1).fill(Infinity);
-    const origin = new Array(num + 1).fill(0);
-    for (const start of starts) {
-      for (let last = start + 1; last <= num; last++) {
-        const end = Math.max(ends[start], ready[last]) + messageTime(cost, prefix[last] - prefix[start]);
-        if (end > latest[num] * TIE) break; // and so are all that hold more
-        if (end < reached[last]) {
-          reached[last] = end;
-          origin[last] = start;
+    const ends = new Array(num + 1).fill(0);
+    for (const end of better) {
+      for (let start = end - 1; start >= 0; start--) {
+        const together = messageTime(cost, prefix[end] - prefix[start]) + after[end];
+        if (together > room[end]) break; // and so are all that hold more
+        if (together < reached[start]) {
+          reached[start] = together;
+          ends[start] = end;
         }
       }
     }
-    rounds.push(origin);
-    starts = [];
-    for (let last = 0; last <= num; last++) {
-      const value = Math.max(reached[last], last < num ? ready[last + 1] : latest[num]);
-      if (reached[last] <= latest[last] * TIE && value < worth[last]) starts.push(last);
-      worth[last] = Math.min(worth[last], value);
+    rounds.push(ends);
+    better = [];
+    for (let cut = 0; cut <= num; cut++) if (reached[cut] < after[cut] && reached[cut] <= left[cut]) better.push(cut);
+    if (better[0] === 0) {
+      const sizes = [];
+      for (let cut = 0; rounds.length; ) {
+        const end = rounds.pop()[cut];
+        sizes.push(end - cut);
+        cut = end;
+      }
+      return sizes;
     }
-    ends = reached;
-    if (!starts.length) return [num]; // times that no number holds
+    for (const cut of better) after[cut] = reached[cut];
   }
-  const sizes = [];
-  for (let last = num; rounds.length; ) {
-    const start = rounds.pop()[last];
-    sizes.unshift(last - start);
-    last = start;
-  }
-  return sizes;
+  return null;
 }
 
-const TIE = 1 + 1e-12;
-
-// For every cut the earliest end of all gradients before it.
-function earliestEnds(ready, prefix, cost) {
+// For every cut the earliest end of all gradients before it, if messages take so many times as long.
+function earliestEnds(ready, prefix, cost, slower) {
   const earliest = [0];
   let free = 0;
   for (let last = 1; last < ready.length; last++) {
     while (free + 1 < last && earliest[free + 1] <= ready[last]) free++;
     let best = Infinity;
     for (let start = free; start < last; start++) {
-      best = Math.min(best, Math.max(earliest[start], ready[last]) + messageTime(cost, prefix[last] - prefix[start]));
+      best = Math.min(best, Math.max(earliest[start], ready[last]) + slower * messageTime(cost, prefix[last] - prefix[start]));
     }
     earliest.push(best);
   }
   return earliest;
-}
-
-// For every cut the latest end of all gradients before it with which the rest can still meet the deadline.
-function latestEnds(ready, prefix, cost, deadline) {
-  const latest = new Array(ready.length).fill(-Infinity);
-  latest[ready.length - 1] = deadline;
-  for (let start = ready.length - 2; start >= 0; start--) {
-    for (let last = start + 1; last < ready.length; last++) {
-      const time = messageTime(cost, prefix[last] - prefix[start]);
-      if (ready[last] + time > deadline) break; // and so are all that hold more
-      if (ready[last] + time <= latest[last]) latest[start] = Math.max(latest[start], latest[last] - time);
-    }
-  }
-  return latest;
 }
 
 function planPublished(model, cost) {
@@ -292,6 +314,6 @@ function judgeStep(cost, compute_s, iteration_s) {
 function bestStep(model, cost) {
   if (!cost.sizes) return predictStep(model, cost, planLine(model, cost));
   const ready = readyTimes(model);
-  const end = earliestEnds([0, ...ready], prefixBytes(model), cost)[ready.length];
+  const end = earliestEnds([0, ...ready], prefixBytes(model), cost, 1)[ready.length];
   return judgeStep(cost, ready[ready.length - 1], Math.max(ready[ready.length - 1], end));
 }
