@@ -83,6 +83,8 @@ def fails(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> s
         (("--replay", "trace.json", "--workers", "2", "--turns", "0"), "--turns"),
         (("--replay", "trace.json", "--workers", "2", "--scale", "0"), "--scale"),
         (("--replay", "trace.json", "--workers", "2", "--device", "cuda"), "a replay needs no GPU"),
+        (("--replay", "trace.json", "--workers", "2", "--batch-size", "8"), "a replay has that of its trace"),
+        (("--model", "resnet18", "--workers", "2", "--sequence-length", "8"), "only models hf:TYPE have one"),
         ((*FACTORY, "--workers", "2", "--scale", "10"), "only recorded times can be slowed"),
     ],
 )

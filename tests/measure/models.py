@@ -1,6 +1,7 @@
 """Small models with the oddities that real ones have."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,6 +81,49 @@ def factory(batch_size: int = 2) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(batch_size, 4)
 
 
+class TinyNet(nn.Module):
+    """A model of the user's own that computes its own shape, and reads it, when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0.0, 0.5, 2)]
+        self.first, self.last = nn.Linear(4, int(torch.tensor(8))), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.first(x), self.rates[1]))  # type: ignore[no-any-return]
+
+
+def four_samples() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """A factory with a batch of its own, and a loss that holds labels."""
+    labels = torch.tensor([0, 1, 0, 1])
+    return TinyNet(), torch.ones(4, 4), lambda output: nn.functional.cross_entropy(output, labels)
+
+
+class NamedNet(TinyNet):
+    name = "tiny, two layers"
+
+
+def named(**settings: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A factory that takes whatever it is given, and names its model."""
+    return NamedNet(), {"x": torch.ones(settings["batch_size"], 4)}
+
+
+def needs_batch_size(batch_size: int) -> tuple[nn.Module, Tensor]:
+    return TinyNet(), torch.ones(batch_size, 4)
+
+
+def needs_width(width: int) -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, width), torch.ones(2, 4)
+
+
+def model_alone(num_classes: int = 2) -> nn.Module:
+    return TinyNet()
+
+
+def no_tensor() -> tuple[nn.Module, list[int]]:
+    return TinyNet(), [1, 2, 3]
+
+
 def broken_factory() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(4, 8)), torch.ones(2, 5)
 
@@ -103,3 +147,19 @@ class Raises(nn.Module):
 
 def raising_factory() -> tuple[nn.Module, Tensor]:
     return Raises(), torch.ones(2, 4)
+
+
+class Looks(nn.Module):
+    """A model whose way depends on what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+def looking_factory() -> tuple[nn.Module, Tensor]:
+    return Looks(), torch.ones(2, 4)

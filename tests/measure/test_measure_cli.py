@@ -94,10 +94,11 @@ def test_torchruns_workers_are_used() -> None:
 
 def test_a_factory_beside_us_is_found() -> None:
     Path("my_own_model.py").write_text(
-        "import torch\ndef make(): return torch.nn.Linear(2, 2), torch.ones(1, 2), lambda output: output.sum()\n"
+        "import torch\nclass Own(torch.nn.Linear): pass\n"
+        "def make(): return Own(2, 2), torch.ones(1, 2), lambda output: output.sum()\n"
     )
     assert run(["measure", "analytic", "--factory", "my_own_model:make", "-o", "trace.json"]) == 0
-    assert ModelTrace.load("trace.json").model == "make"
+    assert ModelTrace.load("trace.json").model == "Own"
 
 
 # ---- wrong usage -----------------------------------------------------------------------------------------------------
@@ -114,6 +115,10 @@ def test_a_factory_beside_us_is_found() -> None:
         (("backward", *FACTORY, "--workers", "0"), "--workers"),
         (("backward", *FACTORY, "--batch-size", "0"), "--batch-size"),
         (("backward", *FACTORY, "--device", "tpu"), "tpu"),
+        (("backward", *FACTORY, "--image-size", "64"), "only models of torchvision have one; leave it out"),
+        (("analytic", *FACTORY, "--sequence-length", "64"), "only models hf:TYPE have one; leave it out"),
+        (("backward", "--model", "hf:bert", "--image-size", "64"), "only models of torchvision have one"),
+        (("analytic", "--model", "resnet18", "--sequence-length", "64"), "only models hf:TYPE have one"),
         (("backward", *FACTORY, "--autocast", "int8"), "int8"),
         (("analytic", *FACTORY, "--device", "k79"), "'k79' is not one of k80, p100"),
         (("analytic", *FACTORY, "--images-per-second", "-1"), "--images-per-second"),
@@ -148,7 +153,10 @@ def test_workers_that_torchrun_did_not_start_are_refused(
     [
         (("backward", "--model", "resnet51"), ["no classification model 'resnet51'", "resnet50"]),
         (("analytic", "--model", "resnet51"), ["no classification model 'resnet51'"]),
-        (("backward", "--factory", "tests.measure.models:not_a_factory"), ["returned 'int', expected (model, batch)"]),
+        (
+            ("backward", "--factory", "tests.measure.models:not_a_factory"),
+            ["returned 'int', expected a torch.nn.Module, (model, batch)"],
+        ),
         (
             ("backward", "--factory", "tests.measure.models:broken_factory"),
             ["failed: RuntimeError: ", "mat1 and mat2 shapes cannot be multiplied (2x5 and 4x8)", "linear.py"],
@@ -163,6 +171,10 @@ def test_workers_that_torchrun_did_not_start_are_refused(
             ["out of memory", f"--batch-size {10**13} does not fit on cpu; lower --batch-size"],
         ),
         (("profile", "none.json", *FACTORY), ["none.json: cannot be read"]),
+        (
+            ("analytic", "--factory", "tests.measure.models:looking_factory"),
+            ["failed: RuntimeError: ", "models.py:", "looks at values, and counting computes none", "measure backward"],
+        ),
         (("backward", *FACTORY, "--device", "cuda"), ["no CUDA device here", "measure analytic"]),
         (("backward", *FACTORY, "--device", "cuda", "--workers", "2"), ["no CUDA device here"]),
         (("allreduce", "--device", "cuda", "--workers", "2"), ["no CUDA device here"]),

@@ -23,9 +23,8 @@ from mgwfbp.cli.workloads import (
     SequenceLength,
     Workers,
     check_device,
+    choose,
     device_of,
-    make_workload,
-    one_of,
 )
 from mgwfbp.errors import StrategyError
 from mgwfbp.record import write_text
@@ -65,9 +64,9 @@ def bench(
         bool, typer.Option(help="Plan and predict with what messages and gradients take in training, watched first.")
     ] = True,
     budget: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the sweep of message sizes.")] = 10.0,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = None,
     image_size: ImageSize = None,
-    sequence_length: SequenceLength = 128,
+    sequence_length: SequenceLength = None,
     device: OnDevice = "cpu",
     workers: Workers = None,
     network_label: Annotated[
@@ -82,13 +81,18 @@ def bench(
     On a model of yours, or on a recorded one over the real network. Runs under torchrun or `mgwfbp lab`, or starts local workers itself. The table goes to stderr where the result goes
     to stdout.
     """
-    spec = one_of(model=model, factory=factory, replay=replay)
+    if [model, factory, replay].count(None) != 2:
+        raise typer.BadParameter("give exactly one", param_hint=["--model", "--factory", "--replay"])
     names = _strategy_names(strategies)
-    if replay is None and scale != 1:
-        raise typer.BadParameter("only recorded times can be slowed: give --replay", param_hint="--scale")
-    if replay is not None and device != "cpu":
-        raise typer.BadParameter("a replay needs no GPU; leave it out", param_hint="--device")
-    recorded = None if replay is None else load_trace(replay)
+    if replay is None:
+        if scale != 1:
+            raise typer.BadParameter("only recorded times can be slowed: give --replay", param_hint="--scale")
+        chosen = choose(
+            model=model, factory=factory, batch_size=batch_size, image_size=image_size, sequence_length=sequence_length
+        )
+    else:
+        _check_replayed(device, batch_size, image_size, sequence_length)
+        recorded = load_trace(replay)
     check_device(device)
     if rank() == 0:
         check_writable(output, markdown)
@@ -102,16 +106,23 @@ def bench(
     schedule = Schedule(turns, steps, settle)
     with process_group(device, None, timeout_s=BENCH_TIMEOUT_S):
         wanted = _Wanted(names, network_label or network_name(), budget)
-        if recorded is None:
-            with failures_of(spec, batch_size, device):
-                case = _model_case(
-                    lambda: make_workload(spec, batch_size, device_of(device), image_size, sequence_length), wanted
-                )
+        if replay is None:
+            with failures_of(chosen.spec, batch_size, device):
+                case = _model_case(lambda: chosen.build(device_of(device)), wanted)
         else:
             case = _replay_case(recorded, scale, wanted)
         result = _run(case, names, schedule, learn, timelines)
     if rank() == 0:
         _show(result, output, markdown)
+
+
+def _check_replayed(device: str, *of_models: int | None) -> None:
+    """Refuse what a replay cannot heed."""
+    if device != "cpu":
+        raise typer.BadParameter("a replay needs no GPU; leave it out", param_hint="--device")
+    for option, value in zip(("--batch-size", "--image-size", "--sequence-length"), of_models, strict=True):
+        if value is not None:
+            raise typer.BadParameter("a replay has that of its trace; leave it out", param_hint=option)
 
 
 def _strategy_names(text: str) -> tuple[str, ...]:

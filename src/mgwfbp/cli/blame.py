@@ -11,7 +11,7 @@ __all__ = ["failures_of"]
 
 
 @contextmanager
-def failures_of(model: str, batch_size: int, device: str) -> Iterator[None]:
+def failures_of(model: str, batch_size: int | None, device: str) -> Iterator[None]:
     """Turn whatever a model raises into an error of ours; from Python its own exception goes through unchanged."""
     try:
         yield
@@ -21,13 +21,21 @@ def failures_of(model: str, batch_size: int, device: str) -> Iterator[None]:
         from mgwfbp.measure.agreement import first_line
 
         if _is_out_of_memory(error):
+            size = "" if batch_size is None else f" with --batch-size {batch_size}"
             raise MeasureError(
-                f"out of memory: {model!r} with --batch-size {batch_size} does not fit on {device}; "
-                f"lower --batch-size ({first_line(error)})"
+                f"out of memory: {model!r}{size} does not fit on {device}; lower --batch-size ({first_line(error)})"
             ) from error
         raise MeasureError(
             f"model {model!r} failed: {type(error).__name__}: {first_line(error)} (in {_where(error)})"
+            f"{_advice(error, device)}"
         ) from error
+
+
+def _advice(error: Exception, device: str) -> str:
+    """Say what to do about a model that looks at values where there are none."""
+    if device != "meta" or "meta tensor" not in str(error).lower():
+        return ""
+    return "; it looks at values, and counting computes none: use `mgwfbp measure backward`"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

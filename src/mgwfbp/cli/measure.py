@@ -12,6 +12,7 @@ from mgwfbp.cli.output import check_not_input, talk, write_record
 from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import network_name, process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
+    Autocast,
     BatchSize,
     Factory,
     ImageSize,
@@ -19,10 +20,10 @@ from mgwfbp.cli.workloads import (
     OnDevice,
     SequenceLength,
     Workers,
+    autocast_dtype,
     check_device,
+    choose,
     device_of,
-    make_workload,
-    one_of,
 )
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
@@ -40,35 +41,34 @@ measure = typer.Typer(help="Measure the backward pass or the network.")
 def backward(
     model: Model = None,
     factory: Factory = None,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = None,
     device: OnDevice = "cpu",
     steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 20,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them that do not.")] = 5,
     accumulation_steps: Annotated[int, typer.Option(min=1, help="Backward passes a step.")] = 1,
-    autocast: Annotated[Literal["bf16", "fp16"] | None, typer.Option(help="Mixed precision.")] = None,
+    autocast: Autocast = None,
     image_size: ImageSize = None,
-    sequence_length: SequenceLength = 128,
+    sequence_length: SequenceLength = None,
     workers: Workers = None,
     output: Output = None,
 ) -> None:
     """Run a model and note when each gradient is ready."""
-    spec = one_of(model=model, factory=factory)
+    chosen = choose(
+        model=model, factory=factory, batch_size=batch_size, image_size=image_size, sequence_length=sequence_length
+    )
     check_device(device)
     start_local_workers(workers)
-    import torch
 
     from mgwfbp.measure.agreement import agree_on_trace, together
     from mgwfbp.measure.backward import measure_backward
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
     def local() -> ModelTrace:
         with (
-            failures_of(spec, batch_size, device),
+            failures_of(chosen.spec, batch_size, device),
             progress_bar("backward", warmup + steps, shown=rank() == 0) as advance,
         ):
-            workload = make_workload(spec, batch_size, device_of(device), image_size, sequence_length)
-            return measure_backward(
+            workload = chosen.build(device_of(device))
+            trace = measure_backward(
                 workload.model,
                 workload.batch,
                 workload.loss_fn,
@@ -76,9 +76,10 @@ def backward(
                 steps=steps,
                 warmup=warmup,
                 accumulation_steps=accumulation_steps,
-                autocast_dtype=dtypes.get(autocast or ""),
+                autocast_dtype=autocast_dtype(autocast),
                 on_step=lambda: advance(1),
             )
+            return replace(trace, source={**trace.source, **chosen.describe(workload)})
 
     if under_launcher():
         # A rank that is slower than the others is no dead one.
@@ -87,10 +88,7 @@ def backward(
     else:
         trace = local()
     if rank() == 0:
-        source = {**trace.source, "batch_size": batch_size, "workload": spec}
-        if spec.startswith("hf:"):
-            source["sequence_length"] = sequence_length
-        _write_trace(ModelTrace(trace.model, trace.forward_s, trace.layers, source), output)
+        _write_trace(trace, output)
 
 
 @measure.command()
@@ -140,7 +138,7 @@ def allreduce(
 def analytic(
     model: Model = None,
     factory: Factory = None,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = None,
     device: Annotated[
         str, typer.Option(metavar="|".join(DEVICES), help="The processor.", callback=lambda name: _known_device(name))
     ] = "k80",
@@ -148,20 +146,22 @@ def analytic(
         float | None, typer.Option(min=1e-9, help="The speed of one worker, to which all times are scaled.")
     ] = None,
     image_size: ImageSize = None,
-    sequence_length: SequenceLength = 128,
+    sequence_length: SequenceLength = None,
     output: Output = None,
 ) -> None:
     """Estimate the backward pass on a GPU you do not have.
 
     By counting a model's operations: when each gradient would be ready.
     """
-    spec = one_of(model=model, factory=factory)
+    chosen = choose(
+        model=model, factory=factory, batch_size=batch_size, image_size=image_size, sequence_length=sequence_length
+    )
     from mgwfbp.measure.analytic import measure_analytic
 
-    with failures_of(spec, batch_size, "meta"):
-        workload = make_workload(spec, batch_size, "meta", image_size, sequence_length)
+    with failures_of(chosen.spec, batch_size, "meta"):
+        workload = chosen.build("meta")
         trace = measure_analytic(workload, DEVICES[device], images_per_second=images_per_second)
-    _write_trace(trace, output)
+    _write_trace(replace(trace, source={**trace.source, **chosen.describe(workload)}), output)
 
 
 @measure.command()
@@ -169,16 +169,16 @@ def profile(
     file: Annotated[str, typer.Argument(metavar="PROFILE.JSON", help="What prof.export_chrome_trace wrote.")],
     model: Model = None,
     factory: Factory = None,
-    batch_size: BatchSize = 2,
+    batch_size: BatchSize = None,
     output: Output = None,
 ) -> None:
     """Make a trace from an export of torch.profiler."""
     check_not_input(output, [file])
-    spec = one_of(model=model, factory=factory)
+    chosen = choose(model=model, factory=factory, batch_size=batch_size)
     from mgwfbp.measure.profile import trace_from_profile
 
-    with failures_of(spec, batch_size, "meta"):
-        trace = trace_from_profile(file, make_workload(spec, batch_size, "meta", None, 128))
+    with failures_of(chosen.spec, batch_size, "meta"):
+        trace = trace_from_profile(file, chosen.build("meta"))
     _write_trace(trace, output)
 
 

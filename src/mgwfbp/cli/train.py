@@ -41,7 +41,12 @@ def train(
     ] = DEFAULTS.model,
     factory: Annotated[
         str | None,
-        typer.Option(metavar="PACKAGE.MODULE:FUNCTION", help="Your own: returns the model.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="Your own: a function that returns the model (or, as for measure and bench, (model, batch[, loss_fn]) "
+            "of which only the model is used), and may take num_classes and channels.",
+            rich_help_panel=_WHAT,
+        ),
     ] = None,
     data: Annotated[
         str,

@@ -1,8 +1,9 @@
 """Options that say which model to run and where, and what they give; shared by the commands that run one."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,57 +15,100 @@ if TYPE_CHECKING:
     from mgwfbp.measure.workload import Workload
 
 __all__ = [
+    "Autocast",
     "BatchSize",
+    "Chosen",
     "Factory",
     "ImageSize",
     "Model",
     "OnDevice",
     "SequenceLength",
     "Workers",
+    "autocast_dtype",
     "check_device",
+    "choose",
     "device_of",
-    "make_workload",
-    "one_of",
 ]
 
 Model = Annotated[
     str | None, typer.Option(metavar="NAME", help="A torchvision model, or hf:TYPE of Hugging Face (hf:bert, hf:gpt2).")
 ]
 Factory = Annotated[
-    str | None, typer.Option(metavar="PACKAGE.MODULE:FUNCTION", help="Your own: returns (model, batch[, loss_fn]).")
+    str | None,
+    typer.Option(
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="Your own: a function that returns (model, batch[, loss_fn]), and may take batch_size.",
+    ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Samples of one worker.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one worker (32; of a factory, its own).")]
 ImageSize = Annotated[int | None, typer.Option(min=1, help="Pixels a side, if not the model's usual.")]
-SequenceLength = Annotated[int, typer.Option(min=1, help="Tokens of a sample of a language model.")]
+SequenceLength = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample of a language model (128).")]
+Autocast = Annotated[Literal["bf16", "fp16"] | None, typer.Option(help="Mixed precision.")]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Start so many local workers; under torchrun those given are used.")
 ]
 OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to run.")]
 
 
-def one_of(**given: str | None) -> str:
-    """Return the one option that is given, by whatever name, or refuse none and several."""
-    values = [value for value in given.values() if value is not None]
-    if len(values) != 1:
-        raise typer.BadParameter("give exactly one", param_hint=[f"--{name}" for name in given])
-    factory = given.get("factory")
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which model the options name."""
+
+    spec: str
+    batch_size: int | None
+    image_size: int | None = None
+    sequence_length: int | None = None
+
+    def build(self, device: "torch.device | str") -> "Workload":
+        """Make the model, its batch and its loss."""
+        from mgwfbp.measure.workload import build_workload
+
+        # A factory may stand in the folder we are run from; Python looks there only when run as `python -m`.
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        return build_workload(
+            self.spec,
+            batch_size=self.batch_size,
+            device=device,
+            image_size=self.image_size,
+            sequence_length=self.sequence_length,
+        )
+
+    def describe(self, workload: "Workload") -> dict[str, Any]:
+        """Return what a trace says about where it comes from."""
+        from mgwfbp.measure.workload import DEFAULT_SEQUENCE_LENGTH
+
+        said = {"batch_size": workload.batch_size, "workload": self.spec}
+        if self.spec.startswith("hf:"):
+            said["sequence_length"] = self.sequence_length or DEFAULT_SEQUENCE_LENGTH
+        return said
+
+
+def choose(
+    *,
+    model: str | None,
+    factory: str | None,
+    batch_size: int | None,
+    image_size: int | None = None,
+    sequence_length: int | None = None,
+) -> Chosen:
+    """Return the one model that is named, or refuse none, several, and options that it does not have."""
+    if (model is None) == (factory is None):
+        raise typer.BadParameter("give exactly one", param_hint=["--model", "--factory"])
     if factory is not None and ":" not in factory:
         raise typer.BadParameter(f"{factory!r}, expected package.module:function", param_hint="--factory")
-    return values[0]
+    if image_size is not None and (model is None or model.startswith("hf:")):
+        raise typer.BadParameter("only models of torchvision have one; leave it out", param_hint="--image-size")
+    if sequence_length is not None and (model is None or not model.startswith("hf:")):
+        raise typer.BadParameter("only models hf:TYPE have one; leave it out", param_hint="--sequence-length")
+    return Chosen(model or factory or "", batch_size, image_size, sequence_length)
 
 
-def make_workload(
-    spec: str, batch_size: int, device: "torch.device | str", image_size: int | None, sequence_length: int
-) -> "Workload":
-    """Make the model, its batch and its loss."""
-    from mgwfbp.measure.workload import build_workload
+def autocast_dtype(name: str | None) -> "torch.dtype | None":
+    """Return the type that ``--autocast`` names."""
+    import torch
 
-    # A factory may stand in the folder we are run from; Python looks there only when run as `python -m`.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    return build_workload(
-        spec, batch_size=batch_size, device=device, image_size=image_size, sequence_length=sequence_length
-    )
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[name] if name else None
 
 
 def check_device(device: str) -> None:

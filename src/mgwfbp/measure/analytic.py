@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.devices import Device
+from mgwfbp.measure.meta import call
+from mgwfbp.measure.operations import flops_of, takes_no_time
 from mgwfbp.measure.workload import Workload, trainable
 from mgwfbp.trace import LayerTrace, ModelTrace, layers_of
 
@@ -48,11 +49,11 @@ class _VirtualClock(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.is_view or func.namespace == "prim":
+        kwargs = kwargs or {}
+        out = call(func, args, kwargs)
+        if takes_no_time(func):
             return out
-        counter = flop_registry.get(func.overloadpacket)
-        flops = int(counter(*args, **(kwargs or {}), out_val=out)) if counter else 0
+        flops = flops_of(func, args, kwargs, out)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if num_bytes:

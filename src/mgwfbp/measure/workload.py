@@ -1,9 +1,7 @@
 """What is measured: a model, a batch, a loss; of torchvision, of Hugging Face's configurations, or the user's own."""
 
 import difflib
-import importlib
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +11,24 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mgwfbp.errors import MeasureError
+from mgwfbp.measure.factory import LossFn, call_factory, model_name
+from mgwfbp.measure.meta import built_on
 from mgwfbp.units import quote
 
 __all__ = [
+    "LossFn",
     "Workload",
     "build_workload",
     "default_loss",
-    "load_function",
     "run_model",
     "run_to_loss",
     "torchvision_models",
     "trainable",
 ]
 
-LossFn = Callable[[Any], Tensor]
+# Samples of a model that is named, unless told otherwise; a factory has a batch of its own.
+DEFAULT_BATCH_SIZE = 32
+DEFAULT_SEQUENCE_LENGTH = 128
 
 
 def default_loss(output: Any) -> Tensor:
@@ -80,24 +82,36 @@ class Workload:
 def build_workload(
     model: str,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     device: torch.device | str = "cpu",
     image_size: int | None = None,
-    sequence_length: int = 128,
+    sequence_length: int | None = None,
 ) -> Workload:
     """Make a workload with random weights and random data; nothing is downloaded.
 
     ``model`` is a name of torchvision (``resnet50``), ``hf:TYPE`` for the default configuration of a Hugging Face model
     type (``hf:bert`` is BERT-base, ``hf:gpt2`` GPT-2), ``hf:FOLDER`` for a folder with a ``config.json``, or
     ``package.module:function`` for a function of your own that returns ``(model, batch)`` or ``(model, batch,
-    loss_fn)`` and may take ``batch_size``.
+    loss_fn)`` and may take ``batch_size``. Its batch counts: the first dimension of the first tensor is the batch size.
+
+    On the meta device parameters have no values; tokens, and what a function of your own keeps, have.
     """
     place = torch.device(device)
     if model.startswith("hf:"):
-        return _hugging_face(model.removeprefix("hf:"), batch_size, sequence_length, place)
+        _refuse(model, image_size=image_size)
+        tokens = (batch_size or DEFAULT_BATCH_SIZE, sequence_length or DEFAULT_SEQUENCE_LENGTH)
+        return _hugging_face(model.removeprefix("hf:"), tokens, place)
+    _refuse(model, sequence_length=sequence_length)
     if ":" in model:
+        _refuse(model, image_size=image_size)
         return _factory(model, batch_size, place)
-    return _torchvision(model, batch_size, image_size, place)
+    return _torchvision(model, batch_size or DEFAULT_BATCH_SIZE, image_size, place)
+
+
+def _refuse(model: str, **unused: int | None) -> None:
+    for name, value in unused.items():
+        if value is not None:
+            raise MeasureError(f"{name} is {value}, but {quote(model)} takes none: leave it out")
 
 
 def torchvision_models(name: str, *, otherwise: str) -> Any:
@@ -113,24 +127,13 @@ def torchvision_models(name: str, *, otherwise: str) -> Any:
     return models
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """Import ``package.module:function``."""
-    module_name, _, function_name = name.partition(":")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise MeasureError(
-            f"factory {quote(name)}: {error}; expected package.module:function, importable from here"
-        ) from error
-    return function
-
-
 def _torchvision(name: str, batch_size: int, image_size: int | None, device: torch.device) -> Workload:
     models = torchvision_models(name, otherwise="language models are hf:TYPE, your own package.module:function")
     # With its auxiliary heads, as GoogLeNet and Inception are trained; without spending time on initial weights.
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    with device:
+    with built_on(device):
         model = models.get_model(name, weights=None, **options).train()
+    with device:
         size = image_size or (299 if name == "inception_v3" else 224)
         images = torch.randn(batch_size, 3, size, size)
         labels = torch.randint(0, 1000, (batch_size,))
@@ -146,11 +149,7 @@ def _torchvision(name: str, batch_size: int, image_size: int | None, device: tor
     return Workload(name, model, images, batch_size, loss_fn)
 
 
-# Model types whose task is not to predict the next token.
-_MASKED = {"bert", "roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "xlm-roberta", "modernbert"}
-
-
-def _hugging_face(name: str, batch_size: int, sequence_length: int, device: torch.device) -> Workload:
+def _hugging_face(name: str, shape: tuple[int, int], device: torch.device) -> Workload:
     try:
         import transformers
     except ImportError as error:
@@ -163,37 +162,74 @@ def _hugging_face(name: str, batch_size: int, sequence_length: int, device: torc
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, **no_code)
         else:
             config = transformers.AutoConfig.for_model(name)
-        task = transformers.AutoModelForMaskedLM if config.model_type in _MASKED else transformers.AutoModelForCausalLM
-        with device:
+        task = _language_task(name, config)
+        with built_on(device), device:
             model = task.from_config(config, **no_code).train()
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise MeasureError(f"no Hugging Face language model of type or folder {quote(name)}: {reason[:200]}") from error
-    longest = getattr(config, "max_position_embeddings", None) or sequence_length
-    if sequence_length > longest:
+    batch_size, sequence_length = shape
+    longest = getattr(config, "max_position_embeddings", None) or -1
+    if sequence_length > longest > 0:
         raise MeasureError(f"sequence length {sequence_length}: 'hf:{name}' takes at most {longest}")
-    with device:
-        tokens = torch.randint(0, config.vocab_size, (batch_size, sequence_length))
+    tokens = torch.randint(0, config.vocab_size, shape, device=_with_values(device))
 
     def loss_fn(output: Any) -> Tensor:
         return nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
 
-    return Workload(path.resolve().name or name, model, {"input_ids": tokens}, batch_size, loss_fn)
+    batch = {"input_ids": tokens}
+    if task is transformers.AutoModelForSeq2SeqLM:
+        batch["decoder_input_ids"] = tokens
+    return Workload(path.resolve().name or name, model, batch, batch_size, loss_fn)
 
 
-def _factory(name: str, batch_size: int, device: torch.device) -> Workload:
-    function = load_function(name)
-    takes_batch_size = "batch_size" in inspect.signature(function).parameters
-    with device:
-        made = function(batch_size=batch_size) if takes_batch_size else function()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+def _language_task(name: str, config: Any) -> Any:
+    """Return what a type of model is trained for: to answer, to fill gaps, or to go on."""
+    import transformers
+
+    for task, known in (
+        (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
+        (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+    ):
+        if type(config) in known:
+            return task
+    raise MeasureError(
+        f"'hf:{name}' is no language model of Hugging Face's; return it from a function of your own: "
+        "package.module:function"
+    )
+
+
+def _with_values(device: torch.device) -> torch.device:
+    """Return where small inputs go: a model may look at them (is there padding?), so on the CPU instead of meta."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _factory(spec: str, batch_size: int | None, device: torch.device) -> Workload:
+    given = {} if batch_size is None else {"batch_size": batch_size}
+    with built_on(device):
+        made = call_factory(spec, given, {"batch_size": DEFAULT_BATCH_SIZE})
+    if made.batch is None:
         raise MeasureError(
-            f"factory {quote(name)} returned {quote(type(made).__name__)}, "
-            "expected (model, batch) or (model, batch, loss_fn)"
+            f"factory {quote(spec)} returned a model without a batch, expected (model, batch) or "
+            "(model, batch, loss_fn): there are no data but its own"
         )
-    model, batch, *loss_fn = made
-    moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-    return Workload(name.partition(":")[2], model.to(device), moved, batch_size, *loss_fn)
+    tensors = [leaf for leaf in pytree.tree_leaves(made.batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        raise MeasureError(f"factory {quote(spec)} returned a batch without a tensor: how many samples are in it?")
+    samples = tensors[0].shape[0]
+    if batch_size not in (None, samples):
+        raise MeasureError(
+            f"factory {quote(spec)} returned a batch of {samples} samples where {batch_size} are asked for: "
+            "let it take batch_size, or leave the batch size out"
+        )
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device if tensor.is_floating_point() else _with_values(device))
+
+    batch = pytree.tree_map_only(Tensor, place, made.batch)
+    name = model_name(spec, made.model)
+    return Workload(name, made.model.to(device), batch, samples, made.loss_fn or default_loss)
 
 
 def trainable(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:

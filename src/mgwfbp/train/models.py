@@ -1,13 +1,13 @@
 """Models by name, and the loss of what they return."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from mgwfbp.errors import MeasureError, TrainError
-from mgwfbp.measure.workload import load_function, torchvision_models
+from mgwfbp.measure.factory import call_factory
+from mgwfbp.measure.workload import torchvision_models
 from mgwfbp.units import quote
 
 __all__ = ["SmallCnn", "build_model", "classification_loss", "scores", "usual_size"]
@@ -41,27 +41,20 @@ class SmallCnn(nn.Module):
 def build_model(name: str, *, num_classes: int, channels: int) -> nn.Module:
     """Make a model with random weights: ``cnn``, one of torchvision, or what ``package.module:function`` returns.
 
-    A function of yours is called with ``num_classes`` and ``channels`` as far as it takes them.
+    A function of yours is called with ``num_classes`` and ``channels`` as far as it takes them. It returns the model;
+    of ``(model, batch)`` or ``(model, batch, loss_fn)``, as for measuring, a run takes the model: it has its own data.
     """
     if name == "cnn":
         return SmallCnn(num_classes, channels)
     try:
         if ":" in name:
-            function = load_function(name)
-            return _from_factory(name, function, {"num_classes": num_classes, "channels": channels})
+            # The smallest batch of a function that cannot do without: nobody will see it.
+            return call_factory(name, {"num_classes": num_classes, "channels": channels}, {"batch_size": 1}).model
         models = torchvision_models(name, otherwise="'cnn' is a small one, your own is package.module:function")
     except MeasureError as error:
         raise TrainError(str(error)) from error
     options = {"aux_logits": True, "init_weights": True} if name in _WITH_HEADS else {}
     return models.get_model(name, weights=None, num_classes=num_classes, **options)  # type: ignore[no-any-return]
-
-
-def _from_factory(name: str, function: Callable[..., Any], wanted: Mapping[str, int]) -> nn.Module:
-    takes = inspect.signature(function).parameters
-    model = function(**{key: value for key, value in wanted.items() if key in takes})
-    if not isinstance(model, nn.Module):
-        raise TrainError(f"factory {quote(name)} returned {quote(type(model).__name__)}, expected a torch.nn.Module")
-    return model
 
 
 def usual_size(model: str, data: str) -> int:

@@ -15,6 +15,8 @@ from mgwfbp.errors import TrainError
 from mgwfbp.measure.agreement import agree_on_trace, together
 from mgwfbp.measure.allreduce import measure_allreduce
 from mgwfbp.measure.backward import measure_backward
+from mgwfbp.measure.factory import model_name
+from mgwfbp.measure.meta import built_on
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.strategies import STRATEGIES, parallel, plan_for
@@ -53,7 +55,7 @@ def needs_measuring(config: TrainConfig) -> bool:
 
 def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> None:
     """Raise unless the strategy, plan, trace and cost of a run exist and are for its model; builds no weights."""
-    with torch.device("meta"):
+    with built_on(torch.device("meta")):
         model = build_model(config.model, num_classes=num_classes, channels=channels)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
@@ -132,7 +134,7 @@ def _measure_trace(
             module,
             images[:part],
             lambda output: classification_loss(output, labels[:part], label_smoothing=config.label_smoothing),
-            name=config.model,
+            name=model_name(config.model, module) if ":" in config.model else config.model,
             accumulation_steps=config.accumulation_steps,
             autocast_dtype=dtypes.get(config.autocast or ""),
         )
