@@ -1,6 +1,6 @@
-"""Seconds, bytes and counts as people read them."""
+"""Seconds, bytes, counts and types of numbers as people read them."""
 
-__all__ = ["format_bytes", "format_seconds", "plural", "quote"]
+__all__ = ["format_bytes", "format_dtype", "format_seconds", "plural", "quote"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -25,6 +25,15 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def format_dtype(dtype: object) -> str:
+    """Return the name of one of torch's types of numbers, without torch's.
+
+    >>> format_dtype("torch.bfloat16")
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:

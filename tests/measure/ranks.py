@@ -45,6 +45,35 @@ def different_settings() -> dict[str, Any]:
     return {"cost": measure_allreduce(max_bytes=2**12 + dist.get_rank(), max_rounds=3).to_json()}
 
 
+def element_types() -> dict[str, Any]:
+    """What is sent, message by message: its type and its bytes."""
+    send, found = dist.all_reduce, {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sent: list[tuple[str, int]] = []
+
+        def watched(message: torch.Tensor, *args: Any, sent: list[tuple[str, int]] = sent, **kwargs: Any) -> Any:
+            if kwargs.get("async_op"):
+                sent.append((str(message.dtype), message.numel() * message.element_size()))
+            return send(message, *args, **kwargs)
+
+        dist.all_reduce = watched  # type: ignore[assignment]  # torch's own, seen from outside
+        try:
+            cost = measure_allreduce(max_bytes=4000, budget_s=60.0, max_rounds=3, dtype=dtype)
+        finally:
+            dist.all_reduce = send
+        found[str(dtype)] = {"cost": cost.to_json(), "sent": sorted(set(sent))}
+    return found
+
+
+def different_types() -> dict[str, Any]:
+    dtype = torch.bfloat16 if dist.get_rank() else torch.float32
+    return {"cost": measure_allreduce(max_bytes=2**12, max_rounds=3, dtype=dtype).to_json()}
+
+
+def a_type_of_no_gradient() -> dict[str, Any]:
+    return {"cost": measure_allreduce(max_bytes=2**12, dtype=torch.int64).to_json()}
+
+
 def no_time() -> dict[str, Any]:
     """A network on which even the smallest messages take longer than the budget."""
     reported: list[float] = []
@@ -112,6 +141,9 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "identical": identical,
     "different_models": different_models,
     "different_settings": different_settings,
+    "element_types": element_types,
+    "different_types": different_types,
+    "a_type_of_no_gradient": a_type_of_no_gradient,
     "no_time": no_time,
     "sparse": sparse,
     "slowest": slowest,

@@ -55,6 +55,16 @@ def test_analytic_writes_a_trace_to_stdout_and_talk_to_stderr(capsys: pytest.Cap
     assert trace.source["device"] == "v100"
 
 
+def test_analytic_counts_mixed_precision() -> None:
+    options = ["--model", "resnet18", "--device", "a100"]
+    assert run(["measure", "analytic", *options, "-o", "plain.json"]) == 0
+    assert run(["measure", "analytic", *options, "--autocast", "bf16", "-o", "mixed.json"]) == 0
+    plain, mixed = ModelTrace.load("plain.json"), ModelTrace.load("mixed.json")
+    assert mixed.source["autocast"] == "bfloat16"
+    assert mixed.compute_s < plain.compute_s
+    assert mixed.grad_bytes == plain.grad_bytes
+
+
 def test_profile_writes_a_trace() -> None:
     model, batch = factory()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
@@ -66,12 +76,14 @@ def test_profile_writes_a_trace() -> None:
 
 
 def test_allreduce_between_local_workers_writes_a_cost() -> None:
-    done = mgwfbp("measure", "allreduce", "--workers", "2", "--budget", "0.5", "--max-mb", "0.01", "-o", "cost.json")
+    options = ("--workers", "2", "--budget", "0.5", "--max-mb", "0.01", "--dtype", "bfloat16")
+    done = mgwfbp("measure", "allreduce", *options, "-o", "cost.json")
     assert done.returncode == 0, done.stderr
     cost = load_cost("cost.json")
     assert isinstance(cost, PiecewiseCost)
     assert cost.workers == 2
     assert cost.source["backend"] == "gloo_one_thread"
+    assert cost.source["dtype"] == "bfloat16"
     assert done.stderr.count("wrote cost.json") == 1  # one rank writes
     assert "mean error" in done.stderr
 
@@ -120,6 +132,7 @@ def test_a_factory_beside_us_is_found() -> None:
         (("backward", "--model", "hf:bert", "--image-size", "64"), "only models of torchvision have one"),
         (("analytic", "--model", "resnet18", "--sequence-length", "64"), "only models hf:TYPE have one"),
         (("backward", *FACTORY, "--autocast", "int8"), "int8"),
+        (("analytic", *FACTORY, "--autocast", "int8"), "int8"),
         (("analytic", *FACTORY, "--device", "k79"), "'k79' is not one of k80, p100"),
         (("analytic", *FACTORY, "--images-per-second", "-1"), "--images-per-second"),
         (("allreduce",), "one worker has nobody to talk to"),
@@ -129,6 +142,7 @@ def test_a_factory_beside_us_is_found() -> None:
         (("allreduce", "--workers", "2", "--budget", "inf"), "finite"),
         (("allreduce", "--workers", "2", "--max-mb", "inf"), "finite"),
         (("allreduce", "--workers", "2", "--backend", "carrier-pigeon"), "carrier-pigeon"),
+        (("allreduce", "--workers", "2", "--dtype", "int8"), "'int8' is not one of"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(
@@ -171,6 +185,7 @@ def test_workers_that_torchrun_did_not_start_are_refused(
             ["out of memory", f"--batch-size {10**13} does not fit on cpu; lower --batch-size"],
         ),
         (("profile", "none.json", *FACTORY), ["none.json: cannot be read"]),
+        (("analytic", *FACTORY, "--autocast", "bf16"), ["k80 has no units for matrices of bfloat16", "--device"]),
         (
             ("analytic", "--factory", "tests.measure.models:looking_factory"),
             ["failed: RuntimeError: ", "models.py:", "looks at values, and counting computes none", "measure backward"],

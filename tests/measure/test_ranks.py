@@ -44,7 +44,8 @@ def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return run_well(folder, 3, "different_models", "different_settings", "no_time", "one_fails", "sparse", "slowest")
+    scenarios = ("different_models", "different_settings", "no_time", "one_fails", "sparse", "slowest")
+    return run_well(folder, 3, *scenarios, "element_types", "different_types", "a_type_of_no_gradient")
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -71,6 +72,24 @@ def test_ranks_that_sweep_differently_all_say_so(of_three: dict[str, list[Any]])
     assert errors == [errors[0]] * 3
     assert "rank 0 was given max_bytes=4096" in errors[0]
     assert "rank 1 max_bytes=4097" in errors[0]
+
+
+def test_messages_have_the_type_that_is_asked_for_and_the_same_bytes(of_three: dict[str, list[Any]]) -> None:
+    sizes = [*(4 * 2**power for power in range(10)), 4000]
+    for result in of_three["element_types"]:
+        for dtype in ("torch.float32", "torch.bfloat16", "torch.float16"):
+            assert result[dtype]["sent"] == [[dtype, size] for size in sizes]
+            source = result[dtype]["cost"]["source"]
+            assert source["dtype"] == dtype.removeprefix("torch.")
+            assert [size for size, _ in source["streamed"]] == sizes
+
+
+def test_types_that_differ_or_that_no_gradient_has_are_refused(of_three: dict[str, list[Any]]) -> None:
+    for result in of_three["different_types"]:
+        assert "rank 0 was given" in result["error"]
+        assert "float32, rank 1" in result["error"]
+    for result in of_three["a_type_of_no_gradient"]:
+        assert result["error"] == "dtype is int64, expected float32, bfloat16 or float16"
 
 
 def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> None:

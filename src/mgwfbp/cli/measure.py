@@ -103,6 +103,9 @@ def allreduce(
     trace: Annotated[
         str | None, typer.Option(metavar="FILE|NAME", help="Take all gradients of this trace as the largest message.")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the numbers in the messages.")
+    ] = "float32",
     output: Output = None,
 ) -> None:
     """Measure what all-reduces take between the workers."""
@@ -115,6 +118,8 @@ def allreduce(
         raise typer.BadParameter(
             "2 or more, or run under torchrun: one worker has nobody to talk to", param_hint="--workers"
         )
+    import torch
+
     from mgwfbp.measure.allreduce import measure_allreduce
 
     with process_group(device, backend), progress_bar("all-reduce", 1.0, shown=rank() == 0) as advance:
@@ -126,7 +131,11 @@ def allreduce(
             done = fraction
 
         cost = measure_allreduce(
-            device=device_of(device), max_bytes=max(8, max_bytes), budget_s=budget, on_progress=on_progress
+            device=device_of(device),
+            max_bytes=max(8, max_bytes),
+            budget_s=budget,
+            dtype=getattr(torch, dtype),
+            on_progress=on_progress,
         )
     if rank() == 0:
         write_record(replace(cost, source={**cost.source, "network": network}), output)
@@ -145,6 +154,7 @@ def analytic(
     images_per_second: Annotated[
         float | None, typer.Option(min=1e-9, help="The speed of one worker, to which all times are scaled.")
     ] = None,
+    autocast: Autocast = None,
     image_size: ImageSize = None,
     sequence_length: SequenceLength = None,
     output: Output = None,
@@ -160,7 +170,9 @@ def analytic(
 
     with failures_of(chosen.spec, batch_size, "meta"):
         workload = chosen.build("meta")
-        trace = measure_analytic(workload, DEVICES[device], images_per_second=images_per_second)
+        trace = measure_analytic(
+            workload, DEVICES[device], images_per_second=images_per_second, autocast_dtype=autocast_dtype(autocast)
+        )
     _write_trace(replace(trace, source={**trace.source, **chosen.describe(workload)}), output)
 
 

@@ -13,7 +13,7 @@ from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import fit
 from mgwfbp.measure.agreement import backend_name, first_line, gather, together
-from mgwfbp.units import format_bytes
+from mgwfbp.units import format_bytes, format_dtype
 
 __all__ = ["measure_allreduce"]
 
@@ -21,6 +21,8 @@ __all__ = ["measure_allreduce"]
 BURST = 8
 # At this size a message's bytes count beside its start-up time, on a link of 10 Mbit as on one of 100 Gbit.
 TELLING_BYTES = 2**16
+# What gradients are made of.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Every size is timed at least so often, and, unless told otherwise, at most.
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 
@@ -41,6 +43,7 @@ def measure_allreduce(
     max_bytes: int = 2**28,
     budget_s: float = 5.0,
     max_rounds: int = MAX_ROUNDS,
+    dtype: torch.dtype = torch.float32,
     on_progress: Callable[[float], object] | None = None,
 ) -> PiecewiseCost:
     """Measure what an all-reduce of M bytes takes, from 4 bytes to ``max_bytes``. All ranks of the group must call it.
@@ -49,7 +52,8 @@ def measure_allreduce(
     link, and of one message in a burst of them, which is how training sends them and what the cost is made of (the
     isolated times are in ``source``). Sizes are gone through in turns until about ``budget_s`` is spent or each was
     timed ``max_rounds`` times; of each the median counts. A slow network may not allow ``max_bytes`` within the budget:
-    larger messages than were measured are taken to go on at the last slope.
+    larger messages than were measured are taken to go on at the last slope. Messages hold numbers of type ``dtype``,
+    which a backend may add at a speed of its own.
 
     Every rank gets the same cost. ``on_progress`` is called with the fraction that is done.
     """
@@ -58,12 +62,15 @@ def measure_allreduce(
             f"max_bytes is {max_bytes}, budget_s {budget_s}, max_rounds {max_rounds}: "
             f"expected 8 or more, above 0 and {MIN_ROUNDS} or more"
         )
+    if dtype not in DTYPES:
+        raise MeasureError(f"dtype is {format_dtype(dtype)}, expected float32, bfloat16 or float16")
     workers = dist.get_world_size(group)
     if workers < 2:
         raise MeasureError("the group has 1 rank, an all-reduce needs 2 or more; start more workers")
-    _check_same(f"max_bytes={max_bytes}, budget_s={budget_s}, max_rounds={max_rounds}", group)
+    settings = {"max_bytes": max_bytes, "budget_s": budget_s, "max_rounds": max_rounds, "dtype": format_dtype(dtype)}
+    _check_same(", ".join(f"{name}={value}" for name, value in settings.items()), group)
     # Where one rank has no room the others must not wait for it.
-    sweep = together(lambda: _Sweep(group, torch.device(device), max_bytes), group)
+    sweep = together(lambda: _Sweep(group, torch.device(device), dtype, max_bytes), group)
     report = on_progress or (lambda _: None)
     try:
         timings = _first_round(sweep, max_bytes, budget_s, report)
@@ -84,6 +91,7 @@ def measure_allreduce(
     source = {
         "measured": "allreduce",
         "backend": backend_name(group),
+        "dtype": format_dtype(dtype),
         "device": torch.cuda.get_device_name(sweep.device) if sweep.device.type == "cuda" else "cpu",
         "rounds": rounds,
         "streamed": streamed,
@@ -147,12 +155,14 @@ def _first_round(
 class _Sweep:
     """Times all-reduces of any size on one group; every method is called by all ranks at once."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, max_bytes: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype, max_bytes: int
+    ) -> None:
         self._group = group
         self.device = device
         try:
             # Bursts reuse one buffer: it holds zeros, whose sum stays zero however often they are added.
-            self._buffer = torch.zeros(max_bytes // 4 + 1, dtype=torch.float32, device=device)
+            self._buffer = torch.zeros(max_bytes // dtype.itemsize + 1, dtype=dtype, device=device)
         except RuntimeError as error:
             raise MeasureError(
                 f"no room for a message of {format_bytes(max_bytes)} on {device}: {first_line(error)}"
@@ -171,7 +181,7 @@ class _Sweep:
         return agreed.tolist()
 
     def _elapsed(self, num_bytes: int, count: int) -> float:
-        message = self._buffer[: max(1, num_bytes // 4)]
+        message = self._buffer[: max(1, num_bytes // self._buffer.element_size())]
         dist.barrier(group=self._group)
         self._synchronize()
         start_s = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgwfbp.errors import MeasureError
+from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
 from mgwfbp.measure.meta import call
 from mgwfbp.measure.operations import flops_of, takes_no_time
 from mgwfbp.measure.workload import Workload, trainable
 from mgwfbp.trace import LayerTrace, ModelTrace, layers_of
+from mgwfbp.units import format_dtype
 
 __all__ = ["OperationCount", "count_operations", "measure_analytic", "ready_order"]
 
 
-_COUNTER = Device("counter", 1.0, 1.0, 0.0, "counts only")
+_COUNTER = Device("counter", 1.0, 1.0, 0.0, "counts only", 1.0, ("float16", "bfloat16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class OperationCount:
 class _VirtualClock(TorchDispatchMode):
     """Lets time pass for every operation as it is dispatched, without computing anything.
 
-    An operation takes the longer of its arithmetic at the device's rate and its traffic at the device's bandwidth, and
-    at least one empty kernel. Views take nothing.
+    An operation takes the longer of its arithmetic at the device's rate for the type of its operands and its traffic at
+    the device's bandwidth, and at least one empty kernel. Views take nothing.
     """
 
     def __init__(self, device: Device) -> None:
@@ -58,21 +61,33 @@ class _VirtualClock(TorchDispatchMode):
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if num_bytes:
             device = self._device
+            rate = device.matrix_flops_per_s(format_dtype(tensors[0].dtype)) if flops else 1.0
             self.flops += flops
             self.kernels += 1
-            self.now_s += max(flops / device.flops_per_s, num_bytes / device.bytes_per_s, device.kernel_s)
+            self.now_s += max(flops / rate, num_bytes / device.bytes_per_s, device.kernel_s)
         return out
 
 
-def measure_analytic(workload: Workload, device: Device, *, images_per_second: float | None = None) -> ModelTrace:
+def measure_analytic(
+    workload: Workload,
+    device: Device,
+    *,
+    images_per_second: float | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> ModelTrace:
     """Count a step of a model on the meta device and say when each gradient would be ready on ``device``.
 
     Needs no weights, no data and no such processor. The order of gradients is autograd's own. With
-    ``images_per_second``, the speed of one worker that was measured or published, all times are scaled to meet it.
+    ``images_per_second``, the speed of one worker that was measured or published, all times are scaled to meet it. With
+    ``autocast_dtype`` the forward pass runs under autocast as CUDA's: matrices in 16 bits go at the device's rate for
+    them, traffic has the size that it has then, gradients are those of the parameters as they are.
 
-    Ignored: kernels that run beside one another, caches, how well a shape suits the processor.
+    Ignored: kernels that run beside one another or are fused (attention is its products and a softmax), caches, how
+    well a shape suits the processor.
     """
-    trace, count = _run(workload, device)
+    if autocast_dtype is not None:
+        device.matrix_flops_per_s(format_dtype(autocast_dtype))  # or an error, before anything is counted
+    trace, count = _run(workload, device, autocast_dtype)
     factor = 1.0
     if images_per_second is not None:
         if not 0 < images_per_second < math.inf:
@@ -83,7 +98,8 @@ def measure_analytic(workload: Workload, device: Device, *, images_per_second: f
         **trace.source,
         "measured": "analytic",
         "device": device.name,
-        "device_source": device.source,
+        "device_source": f"{device.source}; {device.half_source}" if autocast_dtype else device.source,
+        "autocast": format_dtype(autocast_dtype) if autocast_dtype else None,
         "batch_size": workload.batch_size,
         "forward_flops": count.forward_flops,
         "backward_flops": count.backward_flops,
@@ -106,7 +122,9 @@ def ready_order(workload: Workload) -> list[str]:
     return [layer.name for layer in trace.layers if layer.name not in unused]
 
 
-def _run(workload: Workload, device: Device) -> tuple[ModelTrace, OperationCount]:
+def _run(
+    workload: Workload, device: Device, autocast_dtype: torch.dtype | None = None
+) -> tuple[ModelTrace, OperationCount]:
     parameters = list(trainable(workload.model))
     if not parameters:
         raise MeasureError("the model has no parameter that requires a gradient: nothing to count")
@@ -128,7 +146,8 @@ def _run(workload: Workload, device: Device) -> tuple[ModelTrace, OperationCount
         for _, parameter in parameters:
             parameter.grad = None  # one that is there is added to, which would count
         with clock:
-            loss = workload.loss()
+            with autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext():
+                loss = workload.loss()
             forward_s, forward_flops = clock.now_s, clock.flops
             loss.backward()
     finally:

@@ -17,7 +17,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import make_clock
 from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
-from mgwfbp.units import quote
+from mgwfbp.units import format_dtype, quote
 
 __all__ = ["measure_backward"]
 
@@ -82,7 +82,7 @@ def measure_backward(
         "measured": "backward",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "autocast": str(autocast_dtype).removeprefix("torch.") if autocast_dtype else None,
+        "autocast": format_dtype(autocast_dtype) if autocast_dtype else None,
         "accumulation_steps": accumulation_steps,
         "steps": steps,
         "torch": torch.__version__,
