@@ -1,7 +1,11 @@
-"""Sweeps that other programs measured: OSU micro-benchmarks, nccl-tests, plain columns."""
+"""Sweeps that other programs measured: OSU micro-benchmarks, nccl-tests, plain columns.
+
+Logs of the first two may bear what a launcher puts before every line: a rank, a time.
+"""
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -62,11 +66,38 @@ def _whole(line: int, word: str) -> int:
     return int(number)
 
 
+# What a launcher may put first: the time, as ctime or ISO 8601 write it.
+_TIME = re.compile(
+    r"\[?(\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d([.,]\d+)?(Z|[+-]\d\d:?\d\d)?)\]? ?"
+)
+
+
+def _table_lines(lines: list[str], header: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of the rank that prints the table, from its header on.
+
+    A launcher marks lines by rank ([1,0]<stdout>: of mpirun, 0: of srun). The mark is whatever stands before the '#' of
+    the header, and only lines with the same mark are of the table: other ranks talk meanwhile.
+    """
+    mark = None
+    for number, line in enumerate(lines, 1):
+        text = _TIME.sub("", line, count=1) if _TIME.match(line) else line
+        if found := header.search(text):
+            before = text[: found.start()].rstrip()
+            if mark not in (None, before):
+                raise FormatError(
+                    f"line {number}: a second rank prints a table, {quote(before)} after {quote(mark)}: "
+                    "is each a run of its own? Build the benchmark with MPI, or keep the lines of one rank"
+                )
+            mark = before
+        if mark is not None and text.startswith(mark):
+            yield number, text.removeprefix(mark)
+
+
 def _osu_rows(lines: list[str]) -> Iterator[_Row]:
-    header = next((index for index, line in enumerate(lines) if line.startswith("#") and "Size" in line), None)
-    if header is None:
+    table = list(_table_lines(lines, re.compile(r"#\s*Size\b")))
+    if not table:
         raise FormatError("no header '# Size  Avg Latency(us)' found; is it the output of osu_allreduce?")
-    for number, line in enumerate(lines[header + 1 :], header + 2):
+    for number, line in table:
         words = line.split()
         # What mpirun prints around the table starts with no number.
         if len(words) >= 2 and words[0].isdigit():
@@ -75,13 +106,17 @@ def _osu_rows(lines: list[str]) -> Iterator[_Row]:
 
 def _nccl_rows(lines: list[str]) -> Iterator[_Row]:
     columns: list[str] = []
-    for number, line in enumerate(lines, 1):
+    times: list[int] = []
+    for number, line in _table_lines(lines, re.compile(r"#\s+size\s+count\b")):
         words = line.split()
         if words[:2] == ["#", "size"]:
-            columns = words[1:]
-        elif columns and words and words[0].isdigit():
+            # A timestamp is a date and a time, which is two words under one.
+            columns = [part for name in words[1:] for part in [name] * (2 if name == "timestamp" else 1)]
             times = [place for place, name in enumerate(columns) if name == "time"]
-            if len(words) != len(columns) or not times:
+            if not times:
+                raise FormatError(f"line {number}: no column 'time'; run it without -C, which times the host")
+        elif words and words[0].isdigit():
+            if len(words) != len(columns):
                 raise FormatError(f"line {number}: {len(words)} columns, the header has {len(columns)}")
             yield number, words[0], words[times[-1]], 1e-6
     if not columns:
