@@ -82,7 +82,7 @@ def test_allreduce_between_local_workers_writes_a_cost() -> None:
     cost = load_cost("cost.json")
     assert isinstance(cost, PiecewiseCost)
     assert cost.workers == 2
-    assert cost.source["backend"] == "gloo_one_thread"
+    assert cost.source["backend"] == "gloo"
     assert cost.source["dtype"] == "bfloat16"
     assert done.stderr.count("wrote cost.json") == 1  # one rank writes
     assert "mean error" in done.stderr
