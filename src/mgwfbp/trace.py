@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import accumulate
 from typing import Any, ClassVar, Self
@@ -113,6 +113,17 @@ class ModelTrace(Record):
     def grad_bytes(self) -> int:
         """Bytes of all gradients."""
         return sum(layer.grad_bytes for layer in self.layers)
+
+    def scaled(self, factor: float) -> Self:
+        """Return the trace with all computation taking ``factor`` times as long.
+
+        >>> ModelTrace("toy", 3.0, (LayerTrace("a", 2.0, 8),)).scaled(0.5)
+        ModelTrace('toy': 1 gradient, 8 B, forward 1.5 s, backward 1 s)
+        """
+        if factor == 1:
+            return self
+        layers = tuple(replace(layer, backward_s=layer.backward_s * factor) for layer in self.layers)
+        return replace(self, forward_s=self.forward_s * factor, layers=layers)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``trace.json``."""

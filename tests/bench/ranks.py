@@ -48,12 +48,12 @@ def sent() -> dict[str, Any]:
         step = arena.enter(contender)
         module._gradients.fill_(float(dist.get_rank()))
         step()
-        reducer: Any = arena.model_for(contender).reducer
-        held = [bucket.parameters() for bucket in reducer._get_zeros_like_grad_buckets()]
+        handle = arena.model_for(contender)._handle
+        assert handle is not None
         grads = [parameter.grad for parameter in module.parameters()]
         sizes = {layer.name: layer.grad_bytes for layer in case.trace.layers}
         found[name] = {
-            "held": [sum(parameter.nbytes for parameter in bucket) for bucket in held],
+            "held": handle.held_sizes(),
             "plan": [sum(sizes[layer] for layer in group) for group in contender.plan.groups],
             "average": sorted({float(value) for grad in grads if grad is not None for value in grad.unique()}),
         }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mgwfbp import LayerTrace, ModelTrace, TraceError, recorded_traces
-from mgwfbp.bench.replay import Replay, replayable, slowed
+from mgwfbp.bench.replay import Replay, replayable
 from mgwfbp.trace import load_trace
 
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(lambda parts: ".".join([*parts, "weight"]))
@@ -58,7 +58,7 @@ def test_a_replays_sizes_are_the_traces_up_to_one_number(trace: ModelTrace) -> N
 
 @given(short_traces(), st.floats(0.01, 100))
 def test_slow_motion_stretches_every_time_alike_and_leaves_sizes_alone(trace: ModelTrace, factor: float) -> None:
-    slow = slowed(trace, factor)
+    slow = trace.scaled(factor)
     assert slow.ready_s == pytest.approx([moment_s * factor for moment_s in trace.ready_s])
     assert [layer.grad_bytes for layer in slow.layers] == [layer.grad_bytes for layer in trace.layers]
 
@@ -95,7 +95,7 @@ def test_work_between_two_layers_shortens_the_next_wait() -> None:
 
 def test_gradients_are_handed_out_and_not_copied() -> None:
     """Two passes over a recorded ResNet-50 hold one layer's bytes, not the 102 MB of all."""
-    trace = slowed(load_trace("resnet50-k80-b32"), 1e-3)
+    trace = load_trace("resnet50-k80-b32").scaled(1e-3)
     replay = Replay(trace)
     for _ in range(2):
         replay.zero_grad()

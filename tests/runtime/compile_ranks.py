@@ -160,7 +160,7 @@ def odd() -> dict[str, Any]:
     tied = MergePlan("tied", "by hand", plan_for(Chain(tied=True), "bucket-0.0002").groups)
     found = {
         "weight and bias apart": compiled(planned(*[1] * 10), outside=True),
-        "small caps": compiled(partial(DistributedDataParallel, tune=False, bucket_cap_mb=0.0001), outside=True),
+        "small caps": compiled(partial(DistributedDataParallel, bucket_cap_mb=0.0001), outside=True),
         "torch's own": compiled(StockDdp, outside=True),
         "broken": compiled(planned(2, 4, 4), outside=True, broken=True),
         "tied": compiled(partial(DistributedDataParallel, plan=tied), outside=True, tied=True),

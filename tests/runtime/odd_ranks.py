@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 from mgwfbp import DistributedDataParallel, MgwfbpError
 from tests.runtime.launch import be_rank
 from tests.runtime.models import make_plan
-from tests.runtime.tuner_ranks import left_on, train, vectors
+from tests.runtime.tuner_ranks import left_on, train, tuned, vectors
 
 # Enough for the tuner to have changed buckets several times.
 STEPS = 30
@@ -103,7 +103,7 @@ def boxed(model: Any, inputs: Tensor, _: int) -> None:
 def beside(make: Callable[[], nn.Module], step: Callable[[Any, Tensor, int], None], **arguments: Any) -> dict[str, Any]:
     """Train with torch's class and with ours while it tunes."""
     models: list[Any] = []
-    for wrapper in (StockDdp, DistributedDataParallel):
+    for wrapper in (StockDdp, tuned):
         torch.manual_seed(1)
         model: Any = wrapper(make(), **arguments)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -137,7 +137,7 @@ def unseen() -> dict[str, Any]:
 def adversaries() -> dict[str, Any]:
     """Two models in turns; the second is frozen while the first learns from it."""
     pairs: list[list[Any]] = []
-    for wrapper in (StockDdp, DistributedDataParallel):
+    for wrapper in (StockDdp, tuned):
         torch.manual_seed(1)
         maker, judge = wrapper(nn.Linear(6, 6)), wrapper(Deep())
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (maker, judge)]
@@ -179,7 +179,8 @@ def frozen_copy() -> dict[str, Any]:
         warnings.simplefilter("always")
         copied = copy.deepcopy(model)
     losses = train(copied, vectors, 3)
-    return {"warnings": [str(one.message) for one in seen], "plan": copied.plan, "losses": len(losses)}
+    planner = copied.plan.planner if copied.plan else None
+    return {"warnings": [str(one.message) for one in seen], "planner": planner, "losses": len(losses)}
 
 
 def told(model: DistributedDataParallel, **arguments: Any) -> str:

@@ -107,11 +107,14 @@ def manners() -> dict[str, Any]:
         one(torch.ones(4, 6)).sum().backward()
         result[name] &= all(parameter.grad is not None for parameter in one.parameters())
     ours.replan(None)
-    ours(torch.ones(4, 6)).sum().backward()
-    result["back to stock"] = [ours.plan is None, type(ours.reducer).__name__]
-    plain = DistributedDataParallel(Mlp(), bucket_cap_mb=1)
-    plain(torch.ones(4, 6)).sum().backward()
-    result["without a plan"] = [plain.plan is None, type(plain.reducer).__name__]
+    for _step in range(2):
+        ours(torch.ones(4, 6)).sum().backward()
+    result["back to stock"] = _as_torch_would(ours)
+    for name, arguments in (("without a plan", {"bucket_cap_mb": 0.0005}), ("not tuned", {"tune": False})):
+        plain = DistributedDataParallel(Mlp(), **arguments)
+        for _step in range(2):
+            plain(torch.ones(4, 6)).sum().backward()
+        result[name] = _as_torch_would(plain, **({} if name == "not tuned" else arguments))
     moved = DistributedDataParallel(Mlp(), plan=plan)
     moved(torch.ones(4, 6)).sum().backward()
     moved._update_process_group(dist.new_group())  # after which torch forgets its buckets and makes new ones
@@ -121,8 +124,17 @@ def manners() -> dict[str, Any]:
     result["compiled"] = _norm(torch.compile(DistributedDataParallel(_seeded(), plan=plan), backend="aot_eager"))
     result["compiled"] = abs(result["compiled"] / _norm(StockDdp(_seeded())) - 1) < 1e-5
     quiet = DistributedDataParallel(Mlp(), init_sync=False)
-    result["without collectives"] = quiet.plan is None
+    result["without collectives"] = quiet.tuning.state == "working"
     return {"copies": result, "strides": stride_warnings, "fallback": fallback()}
+
+
+def _as_torch_would(ddp: DistributedDataParallel, **arguments: Any) -> bool:
+    """Whether a model says that it has the buckets that torch's class makes."""
+    stock = StockDdp(Mlp(), **arguments)
+    for _step in range(2):
+        stock(torch.ones(4, 6)).sum().backward()
+    assert ddp.plan is not None
+    return ddp.plan.planner == "ddp" and [list(group) for group in ddp.plan.groups] == _buckets(stock)
 
 
 def _seeded() -> nn.Module:

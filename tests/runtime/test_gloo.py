@@ -23,7 +23,7 @@ def test_no_message_overtakes_another_as_messages_of_torchs_gloo_do(ranks: list[
 
 def test_the_group_says_what_it_is_and_groups_made_from_it_are_the_same(ranks: list[Any]) -> None:
     for found in (rank["manners"] for rank in ranks):
-        assert (found["backend"], found["part"], found["source"]) == ("gloo_one_thread",) * 3
+        assert (found["backend"], found["part"], found["source"]) == ("gloo_one_thread", "gloo_one_thread", "gloo")
         assert found["threads"] == 1
         assert found["timeout"] == "0:00:20"
 

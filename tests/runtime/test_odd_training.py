@@ -31,15 +31,16 @@ def test_a_model_that_is_frozen_while_another_learns_from_it_is_tuned_in_its_own
         assert found["judge"]["steps"] == STEPS
 
 
-def test_where_no_backward_pass_can_be_seen_tuning_ends_and_says_so(two_ranks: list[Any]) -> None:
+def test_what_the_model_returns_does_not_matter(two_ranks: list[Any]) -> None:
     for found in (told["unseen"] for told in two_ranks):
-        assert (found["same"], found["state"], found["steps"]) == (True, "off", 0)
-        assert found["reason"].startswith("no backward pass from what the model returns")
+        assert found["same"] is True
+        assert found["state"] != "off", found["reason"]
+        assert found["steps"] == STEPS
 
 
 def test_a_weight_that_a_model_returns_keeps_no_hook(two_ranks: list[Any]) -> None:
     for found in (told["observing"] for told in two_ranks):
-        assert (found["steps"], found["left"]) == (3, [])
+        assert (found["steps"], found["left"]) == (4, [])
 
 
 def test_a_model_is_observed_by_one_block_at_a_time_and_for_a_step_or_more(two_ranks: list[Any]) -> None:
@@ -53,4 +54,4 @@ def test_a_copy_with_other_frozen_parameters_trains_without_the_plan_and_says_so
     for found in (told["frozen_copy"] for told in two_ranks):
         (warning,) = found["warnings"]
         assert warning.startswith("the plan is not used and DDP's own buckets are: it is a copy's")
-        assert (found["plan"], found["losses"]) == (None, 3)
+        assert (found["planner"], found["losses"]) == ("ddp", 3)

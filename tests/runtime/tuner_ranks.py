@@ -20,7 +20,8 @@ from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 
-ENOUGH_STEPS = 130
+# Steps that plans are compared in, and steps in which tuning has then ended.
+TUNE_STEPS, ENOUGH_STEPS = 60, 160
 
 
 class Transformer(nn.Module):
@@ -83,12 +84,17 @@ def train(
     return losses
 
 
+def tuned(module: nn.Module, **arguments: Any) -> DistributedDataParallel:
+    """Our class, in a hurry."""
+    return DistributedDataParallel(module, tune_steps=TUNE_STEPS, **arguments)
+
+
 def curves() -> dict[str, Any]:
     """Losses of 30 steps with torch's class and with ours while it tunes."""
     result: dict[str, Any] = {}
     for name, make, batches in (("resnet18", resnet18, images), ("transformer", Transformer, tokens)):
         losses = []
-        for wrapper in (StockDdp, DistributedDataParallel):
+        for wrapper in (StockDdp, tuned):
             torch.manual_seed(1)
             model = wrapper(make())
             losses.append(train(model, batches, 30))
@@ -112,7 +118,7 @@ def whole() -> dict[str, Any]:
 
 def _tuned(make: Callable[[], nn.Module], arguments: dict[str, Any], hook: Any) -> dict[str, Any]:
     models: list[Any] = []
-    for wrapper in (StockDdp, DistributedDataParallel):
+    for wrapper in (StockDdp, tuned):
         torch.manual_seed(1)
         model: Any = wrapper(make(), **arguments)
         if hook is not None:
@@ -140,11 +146,21 @@ def _tuned(make: Callable[[], nn.Module], arguments: dict[str, Any], hook: Any) 
         "plan": [list(group) for group in ours.plan.groups],
         "chosen": [list(group) for group in tuning.plan.groups] if tuning.plan else None,
         "candidates": [(one.name, one.step_s) for one in tuning.candidates],
-        "held": [[ours._names(ours.reducible()[0])[i] for i in bucket] for bucket in ours.held_buckets()],
+        "comparison": tuning.to_json()["comparison"],
+        "held": _held(ours),
+        "sizes": [sum(ours._handle.sizes[place] for place in bucket) for bucket in ours._handle.buckets()]
+        == ours._handle.held_sizes(),
         "records": records,
         "json": tuning.to_json()["format"],
         "left": left_on(ours),
     }
+
+
+def _held(model: DistributedDataParallel) -> list[list[str]]:
+    """The buckets that the Reducer was given."""
+    handle = model._handle
+    assert handle is not None
+    return [[handle.names[place] for place in bucket] for bucket in handle.buckets()]
 
 
 def count_calls(model: nn.Module) -> Counter[str]:
@@ -165,18 +181,21 @@ def count_calls(model: nn.Module) -> Counter[str]:
 def left_on(model: Any) -> list[str]:
     """Name everything that a watch could have left behind."""
     left = [name for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(model, name)]
+    left += [f"module {name}" for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(model.module, name)]
     left += [name for name, one in model.named_parameters() if one._backward_hooks is not None]
     left += [name for name, one in model.named_parameters() if one._post_accumulate_grad_hooks]
-    left += [name for name in ("_connected", "_listener", "_tuner") if getattr(model, name) is not None]
+    left += ["observer"] * (model._observer is not None)
+    left += ["listener"] * (model._handle is not None and model._handle.is_heard)
     return left
 
 
 def odd_steps() -> dict[str, Any]:
     """Steps that must not count, some of them on one rank only, among those that do."""
     torch.manual_seed(1)
-    stock, ours = StockDdp(Mlp()), DistributedDataParallel(Mlp())
+    stock, ours = StockDdp(Mlp()), tuned(Mlp())
     ours.load_state_dict(stock.state_dict())
     rank = dist.get_rank()
+    under_join = None
     for step in range(ENOUGH_STEPS):
         for model in (stock, ours):
             inputs, _labels = vectors(step)
@@ -195,12 +214,12 @@ def odd_steps() -> dict[str, Any]:
                     model.module(inputs)
             model(inputs).square().sum().backward()
             if step == 20:
-                counted = ours.tuning.steps
                 with model.join():
                     for _again in range(1 + rank):
                         model(inputs).square().sum().backward()
-                under_join = ours.tuning.steps - counted
-                model._join_config = type(model._join_config).construct_disabled_join_config()
+                    under_join = ours.tuning.reason
+                if model is stock:  # torch leaves it set
+                    model._join_config = type(model._join_config).construct_disabled_join_config()
     return {
         "same": all(torch.equal(a.grad, b.grad) for a, b in zip(stock.parameters(), ours.parameters(), strict=True)),  # type: ignore[arg-type]
         "under join": under_join,
@@ -216,7 +235,7 @@ def refusals() -> dict[str, Any]:
     result: dict[str, Any] = {}
     powered = DistributedDataParallel(Mlp())
     powered.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    train(powered, vectors, 8)
+    train(powered, vectors, 12)
     result["stateful hook"] = [powered.tuning.state, powered.tuning.reason, left_on(powered)]
     result["sparse"] = [(tuning := DistributedDataParallel(Sparse()).tuning).state, tuning.reason]
     result["off"] = [(tuning := DistributedDataParallel(Mlp(), tune=False).tuning).state, tuning.reason]
@@ -239,7 +258,7 @@ def refusals() -> dict[str, Any]:
 def copies() -> dict[str, Any]:
     """A copy of a model that is being tuned, made on one rank alone, disturbs nobody."""
     torch.manual_seed(1)
-    model = DistributedDataParallel(Mlp())
+    model = tuned(Mlp())
     train(model, vectors, 13)
     before = model.tuning.steps
     copied = copy.deepcopy(model) if dist.get_rank() == 0 else None
@@ -248,7 +267,7 @@ def copies() -> dict[str, Any]:
     settled = copy.deepcopy(model)
     found["settled copy"] = [settled.plan == model.plan, settled.tuning.state, left_on(settled)[:1]]
     if copied is not None:
-        found["copy"] = [copied.tuning.state, copied.tuning.steps, copied.plan is None]
+        found["copy"] = [copied.tuning.state, copied.tuning.steps, copied.plan is not None]
     return found
 
 
@@ -337,7 +356,7 @@ def _seen(model: DistributedDataParallel, plan: MergePlan | None) -> dict[str, A
 
 def killed() -> dict[str, Any]:
     """Rank 1 dies while the tuner works: before, in the middle and late, as the environment says."""
-    model = DistributedDataParallel(Mlp())
+    model = tuned(Mlp())
     last = int(os.environ["TEST_LAST_STEP"])
     try:
         for step in range(ENOUGH_STEPS):

@@ -19,7 +19,7 @@ from mgwfbp import (
     load_trace,
     predict,
 )
-from mgwfbp.simulate import BASELINES, Grid, Strategy, find_crossing, find_limits, scale_trace, sweep
+from mgwfbp.simulate import BASELINES, Grid, Strategy, find_crossing, find_limits, sweep
 from mgwfbp.simulate.evaluation import PUBLISHED, by_layer, compare_with_paper, paper_rows, size_distribution
 
 STRATEGIES = tuple(Strategy(name, planner) for name, planner in PLANNERS.items())
@@ -45,7 +45,7 @@ def test_every_point_is_planned_for_itself_and_predicted_exactly(
     rows = list(sweep(trace, Grid((TEN_GBE,), (workers,), STRATEGIES, (1.0, 0.25))))
     assert len(rows) == 2 * len(STRATEGIES)
     for row in rows:
-        scaled, cost = scale_trace(trace, row.scale), TEN_GBE.cost(workers)
+        scaled, cost = trace.scaled(row.scale), TEN_GBE.cost(workers)
         plan = find_plan(scaled, cost, row.planner)
         assert (row.num_groups, row.iteration_s) == (plan.num_groups, plan.predicted["iteration_s"])
         assert row.speedup == predict(scaled, cost, plan).speedup
@@ -83,7 +83,7 @@ def test_all_strategies_meet_the_same_jitter() -> None:
 
 def test_stragglers_are_planned_for() -> None:
     slow = list(sweep(DEEP, Grid((TEN_GBE,), (64,), STRATEGIES), Scenario(stragglers=(3.0,))))
-    direct = list(sweep(scale_trace(DEEP, 3.0), Grid((TEN_GBE,), (64,), STRATEGIES)))
+    direct = list(sweep(DEEP.scaled(3.0), Grid((TEN_GBE,), (64,), STRATEGIES)))
     assert [(row.num_groups, row.iteration_s) for row in slow] == [(row.num_groups, row.iteration_s) for row in direct]
 
 
@@ -125,7 +125,7 @@ def test_one_message_at_the_end_is_called_not_overlapped_and_many_small_ones_sta
     # ResNet-50 on 8 x 10GbE: of one message start-up is 0.63 of 144 ms, of one message per gradient 101 ms.
     trace = load_trace("resnet50-k80-b32")
     strategies = tuple(Strategy(name, PLANNERS[name]) for name in ("single", "wfbp", "optimal"))
-    rows = {row.planner: row for row in sweep(scale_trace(trace, 0.02), Grid((TEN_GBE,), (8,), strategies))}
+    rows = {row.planner: row for row in sweep(trace.scaled(0.02), Grid((TEN_GBE,), (8,), strategies))}
     assert (rows["single"].limit, rows["wfbp"].limit) == ("not overlapped", "start-up")
     (naive,) = sweep(trace, Grid((TEN_GBE,), (8,), (BASELINES["naive"],)))
     assert naive.limit == "not overlapped"

@@ -1,28 +1,25 @@
 """What training itself shows: messages and gradients observed while others are under way.
 
 A sweep times messages beside idle processors, and a trace is recorded without messages. In training both happen at
-once, on every rank, and some rank is late. So a few plans are run and watched before anything is predicted: what their
-messages took corrects the cost, and when their gradients were ready becomes the trace.
+once: messages wait for room on a busy processor, the computation is slowed by them, and the slowest rank decides. So
+some plans are run and observed first, and predictions are made with the cost and the trace that they showed.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
+from statistics import fmean, median
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import PiecewiseCost
-from mgwfbp.measure.agreement import gather
-from mgwfbp.runtime.load import agreed_time_s, cost_under_load
-from mgwfbp.runtime.observer import Observation
+from mgwfbp.runtime.learn import AgreedSteps, learn_cost, learn_trace
+from mgwfbp.runtime.observation import Observation
 from mgwfbp.timeline import Timeline
-from mgwfbp.trace import ModelTrace, layers_of
+from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
 
-__all__ = ["Learnt", "Terms", "after_backward", "learn", "message_times", "observe", "trace_of_steps", "undisturbed"]
+__all__ = ["Learnt", "Terms", "after_backward", "learn", "observe", "undisturbed"]
 
-RanksStep = tuple[Timeline, ...]  # one step, as each rank saw it
 # A step that is longer than most by this factor was held up by something that is no part of training.
 DISTURBED = 1.3
 
@@ -34,7 +31,7 @@ class Learnt:
     trace: ModelTrace  # beside messages
     trace_apart: ModelTrace  # of a step that sends nothing before the last gradient is ready
     cost: PiecewiseCost
-    terms: tuple["Terms", ...] = ()  # one for every plan that was watched
+    terms: tuple["Terms", ...] = ()  # one for every plan that was observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Terms:
 
 
 def observe(arena: Arena, contender: Contender, steps: int, *, settle: int = 1) -> Observation:
-    """Watch steps of a strategy; what is seen is this rank's. All ranks must call it."""
+    """Observe steps of a strategy; what is seen is this rank's. All ranks must call it."""
     step = arena.enter(contender)
     for _ in range(settle):
         step()
@@ -75,7 +72,7 @@ def learn(
     steps: int = 3,
     on_steps: Callable[[int], object] = lambda _: None,
 ) -> Learnt:
-    """Run one or more plans, watch them, and correct what was measured apart. All ranks must call it.
+    """Run one or more plans, observe them, and correct what was measured apart. All ranks must call it.
 
     The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass, and the
     first one of a single message. Steps that something else held up are left out, as the median of a turn leaves them
@@ -86,26 +83,28 @@ def learn(
     for contender in contenders:
         seen = observe(arena, contender, steps)
         on_steps(1 + steps)
-        watched = undisturbed(_from_all_ranks(seen.timelines))
-        of_plan = message_times(watched)
+        agreed = undisturbed(seen.agreed_steps())
+        of_plan: dict[int, list[float]] = {}
+        for taken_s in agreed.message_s:
+            for size, seconds in zip(seen.sizes, taken_s, strict=True):
+                of_plan.setdefault(size, []).append(seconds)
         for size, times_s in of_plan.items():
             messages_s.setdefault(size, []).extend(times_s)
-        ends_s = [median(timeline.compute_s for timeline in of_rank) for of_rank in zip(*watched, strict=True)]
-        terms.append(_terms(contender, ends_s, of_plan, recorded, swept))
-        traces.append(trace_of_steps(watched, recorded.model))
+        terms.append(_terms(contender, agreed, of_plan, recorded, swept))
+        traces.append(replace(learn_trace(agreed, seen.gradients), model=recorded.model))
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
-    means_s = {size: [mean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
-    return Learnt(traces[-1], traces[0], cost_under_load(swept, means_s), tuple(terms))
+    means_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
+    return Learnt(traces[-1], traces[0], learn_cost(means_s, swept.workers, swept), tuple(terms))
 
 
 def _terms(
     contender: Contender,
-    ends_s: Sequence[float],
+    steps: AgreedSteps,
     messages_s: Mapping[int, Sequence[float]],
     recorded: ModelTrace,
     swept: PiecewiseCost,
 ) -> Terms:
-    mean_s = mean(ends_s)
+    mean_s = median(steps.mean_compute_s)
     taken_s = sum(sum(times_s) for times_s in messages_s.values())
     expected_s = sum(swept(size) * len(times_s) for size, times_s in messages_s.items())
     return Terms(
@@ -113,59 +112,21 @@ def _terms(
         contender.plan.num_groups,
         mean_s,
         mean_s / recorded.compute_s - 1,
-        max(ends_s) / mean_s - 1,
+        median(steps.compute_s) / mean_s - 1,
         taken_s / expected_s - 1,
     )
 
 
-def undisturbed(steps: Sequence[RanksStep]) -> list[RanksStep]:
+def undisturbed(steps: AgreedSteps) -> AgreedSteps:
     """Return the steps that are about as long as most; half of them at least."""
-    lengths_s = [mean(timeline.iteration_s for timeline in step) for step in steps]
-    return [step for step, length_s in zip(steps, lengths_s, strict=True) if length_s <= DISTURBED * median(lengths_s)]
-
-
-def trace_of_steps(steps: Sequence[RanksStep], model: str) -> ModelTrace:
-    """Return when each gradient was ready on whichever rank was the last in a step, the median over steps.
-
-    A message waits for the last rank, and in every step that is another one.
-    """
-    forward_s = median(max(timeline.forward.end_s for timeline in step) for step in steps)
-    by_step = [_last_s(step) for step in steps]
-    ready_s = {name: median(last_s[name] for last_s in by_step) for name in by_step[0]}
-    sizes = {name: span.num_bytes for span in steps[0][0].backward for name in span.layers}
-    order = sorted(sizes, key=lambda name: ready_s[name])
-    layers = layers_of([(name, ready_s[name], sizes[name]) for name in order], forward_s)
-    return ModelTrace(
-        model, forward_s, layers, {"measured": "observed in training", "steps": len(steps), "ranks": len(steps[0])}
-    )
-
-
-def _last_s(step: RanksStep) -> dict[str, float]:
-    by_rank = [{name: span.end_s for span in timeline.backward for name in span.layers} for timeline in step]
-    return {name: max(ready_s[name] for ready_s in by_rank) for name in by_rank[0]}
+    limit_s = DISTURBED * median(steps.length_s)
+    return steps.only([place for place, length_s in enumerate(steps.length_s) if length_s <= limit_s])
 
 
 def after_backward(timeline: Timeline) -> Timeline:
-    """Return what was seen of a strategy that holds messages back until the last gradient is ready."""
+    """Return what was observed of a strategy that holds messages back until the last gradient is ready."""
     messages = [
         replace(message, start_s=min(max(message.start_s, timeline.compute_s), message.end_s))
         for message in timeline.messages
     ]
     return replace(timeline, messages=tuple(messages))
-
-
-def message_times(steps: Sequence[RanksStep]) -> dict[int, list[float]]:
-    """Return by bytes what messages took, from what every rank saw of some steps."""
-    found: dict[int, list[float]] = {}
-    for same_step in steps:
-        for same_message in zip(*(timeline.messages for timeline in same_step), strict=True):
-            queued = all(message.wait_s > 0 for message in same_message)
-            seconds = agreed_time_s([message.duration_s for message in same_message], queued=queued)
-            found.setdefault(same_message[0].num_bytes, []).append(seconds)
-    return found
-
-
-def _from_all_ranks(timelines: Sequence[Timeline]) -> list[RanksStep]:
-    mine = json.dumps([timeline.to_json() for timeline in timelines])
-    by_rank = [[Timeline.from_json(one) for one in json.loads(text)] for text in gather(mine)]
-    return list(zip(*by_rank, strict=True))

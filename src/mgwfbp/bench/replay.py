@@ -11,23 +11,10 @@ from mgwfbp.errors import TraceError
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["Replay", "replayable", "slowed"]
+__all__ = ["Replay", "replayable"]
 
 # Gradients are of float32, as those of most recorded models.
 ELEMENT_BYTES = 4
-
-
-def slowed(trace: ModelTrace, factor: float) -> ModelTrace:
-    """Return a trace whose every time is ``factor`` times as long: a cluster in slow motion.
-
-    >>> slow = slowed(ModelTrace("toy", 1.0, (LayerTrace("a", 2.0, 4),)), 10)
-    >>> slow.forward_s, slow.compute_s
-    (10.0, 30.0)
-    """
-    if factor == 1:
-        return trace
-    layers = tuple(replace(layer, backward_s=layer.backward_s * factor) for layer in trace.layers)
-    return ModelTrace(trace.model, trace.forward_s * factor, layers, {**trace.source, "slowed_by": factor})
 
 
 def replayable(trace: ModelTrace) -> ModelTrace:

@@ -78,8 +78,8 @@ def bench(
 ) -> None:
     """Measure strategies side by side, in interleaved turns.
 
-    On a model of yours, or on a recorded one over the real network. Runs under torchrun or `mgwfbp lab`, or starts local workers itself. The table goes to stderr where the result goes
-    to stdout.
+    On a model of yours, or on a recorded one over the real network. Runs under torchrun or `mgwfbp lab`, or starts
+    local workers itself. The table goes to stderr where the result goes to stdout.
     """
     if [model, factory, replay].count(None) != 2:
         raise typer.BadParameter("give exactly one", param_hint=["--model", "--factory", "--replay"])
@@ -147,11 +147,11 @@ class _Wanted:
 def _replay_case(recorded: ModelTrace, scale: float, wanted: _Wanted) -> "Case":
     import torch
 
-    from mgwfbp.bench.replay import Replay, replayable, slowed
+    from mgwfbp.bench.replay import Replay, replayable
     from mgwfbp.measure.agreement import together
     from mgwfbp.measure.workload import Workload, default_loss
 
-    trace = replayable(slowed(recorded, scale))
+    trace = replayable(recorded.scaled(scale))
     workload = together(lambda: Workload(trace.model, Replay(trace), torch.zeros(1), 1, default_loss))
     # Gradients that stay in the Reducer's buffers are not copied back: the processor has only messages to carry.
     return _measured(workload, trace, wanted, {"gradient_as_bucket_view": True})

@@ -1,34 +1,83 @@
-"""All ranks hold the identical trace and cost, or all of them hold the same error."""
+"""What ranks tell one another: numbers reduced over all, texts from one to all, and errors on every rank alike.
 
+What a rank sends and works out does not grow with the number of ranks (`gather` apart). Every function here must be
+called by all ranks of the group, in the same order.
+"""
+
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from itertools import zip_longest
+from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.errors import MeasureError, MgwfbpError
+from mgwfbp.errors import MeasureError, MgwfbpError, PlanError
+from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace, layers_of
-from mgwfbp.units import quote
+from mgwfbp.units import plural, quote
 
-__all__ = ["agree_on_cost", "agree_on_trace", "backend_name", "first_line", "gather", "problem_of", "together"]
+__all__ = [
+    "agree_on_cost",
+    "agree_on_plan",
+    "agree_on_trace",
+    "backend_name",
+    "broadcast_text",
+    "first_line",
+    "first_problem",
+    "gather",
+    "problem_of",
+    "reduce_values",
+    "together",
+]
 
 T = TypeVar("T")
 AnyCost = TypeVar("AnyCost", LinearCost, PiecewiseCost)
+Group = dist.ProcessGroup | None
+Groups = Sequence[Sequence[str]] | None  # of a plan; None where DDP's own buckets are wanted
+How = Literal["max", "min", "sum"]
+
+_OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
-def gather(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return what every rank of the group says, by rank. All ranks must call it."""
+def reduce_values(values: Sequence[float], how: How, group: Group = None) -> list[float]:
+    """Return the largest, smallest or sum over all ranks of each value; every rank gives equally many."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=_device(group))
+    _collective(lambda: dist.all_reduce(tensor, _OPERATIONS[how], group=group))
+    return [float(value) for value in tensor.tolist()]
+
+
+def broadcast_text(text: str, source: int, group: Group = None) -> str:
+    """Return on every rank what the rank ``source`` of the group says."""
+    is_source, device = dist.get_rank(group) == source, _device(group)
+    said = text.encode() if is_source else b""
+    length = torch.tensor([len(said)], dtype=torch.int64, device=device)
+    _collective(lambda: _broadcast(length, source, group))
+    content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if is_source:
+        content.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else content)
+    if content.numel():
+        _collective(lambda: _broadcast(content, source, group))
+    return bytes(content.cpu().tolist()).decode()
+
+
+def gather(text: str, group: Group = None) -> list[str]:
+    """Return what every rank says, by rank; for what must name them all, since it grows with their number."""
     said: list[str] = [""] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(said, text, group=group)
-    except RuntimeError as error:
-        raise MeasureError(f"a rank did not answer, it may have died: {first_line(error)}") from error
+    _collective(lambda: dist.all_gather_object(said, text, group=group))
     return said
 
 
-def backend_name(group: dist.ProcessGroup | None = None) -> str:
+def first_problem(problem: str, group: Group = None) -> tuple[int, str] | None:
+    """Return the first rank that has a problem, and its problem; None where no rank has one."""
+    rank = _lowest_rank(bool(problem), group)
+    return None if rank is None else (rank, broadcast_text(problem, rank, group))
+
+
+def backend_name(group: Group = None) -> str:
     """Return what people call the backend of a group: gloo with one thread (`mgwfbp.runtime.gloo`) is gloo."""
     name = str(dist.get_backend(group))
     return "gloo" if name.startswith("gloo") else name
@@ -44,7 +93,7 @@ def problem_of(error: BaseException) -> str:
     return f"{'' if isinstance(error, MgwfbpError) else f'{type(error).__name__}: '}{first_line(error)}"
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def together(work: Callable[[], T], group: Group = None) -> T:
     """Do local work on every rank; where it fails on one, fail on all, so that nobody waits for the one that failed.
 
     The work itself must not wait for other ranks.
@@ -52,62 +101,154 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     problem, caught, result = "", None, None
     try:
         result = work()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks must be told
         problem, caught = problem_of(error), error
-    for rank, said in enumerate(gather(problem, group)):
-        if said:
-            raise MeasureError(f"rank {rank} failed: {said}") from caught
+    failed = first_problem(problem, group)
+    if failed is not None:
+        raise MeasureError(f"rank {failed[0]} failed: {failed[1]}") from caught
     return result  # type: ignore[return-value]  # the work returned, or we raised
 
 
-def agree_on_trace(trace: ModelTrace, group: dist.ProcessGroup | None = None) -> ModelTrace:
+def agree_on_trace(trace: ModelTrace, group: Group = None) -> ModelTrace:
     """Combine the traces of all ranks: a gradient is ready when it is on the slowest.
 
     Every rank gets the same trace. The ready order is that of the combined times; ties keep rank 0's. Ranks whose
     models differ get the same error, which names the first difference. Sparse gradients are as large as each rank's
     batch makes them: the largest counts.
     """
-    traces = [ModelTrace.from_json(json.loads(said)) for said in gather(trace.dumps(), group)]
-    first, sizes = traces[0], _agreed_sizes(traces)
-    forward_s = max(other.forward_s for other in traces)
-    ready_s = {layer.name: 0.0 for layer in first.layers}
-    for other in traces:
-        for layer, moment_s in zip(other.layers, other.ready_s, strict=True):
-            ready_s[layer.name] = max(ready_s[layer.name], moment_s)
-    order = sorted((layer.name for layer in first.layers), key=lambda name: ready_s[name])
-    layers = layers_of([(name, ready_s[name], sizes[name]) for name in order], forward_s)
-    source = {**first.source, "ranks": len(traces), "combined": "slowest rank"}
-    return ModelTrace(first.model, forward_s, layers, source)
-
-
-def _agreed_sizes(traces: Sequence[ModelTrace]) -> dict[str, int]:
-    """Return the bytes of every gradient, or raise unless all ranks have the same ones of the same size."""
-    sizes = [{layer.name: layer.grad_bytes for layer in trace.layers} for trace in traces]
-    varying = {name for trace in traces for name in trace.source.get("sparse", [])}
-    for rank, theirs in enumerate(sizes):
-        for name in [*sizes[0], *theirs]:
-            both = [sizes[0].get(name), theirs.get(name)]
-            if both[0] != both[1] and (name not in varying or None in both):
-                has = ["none" if size is None else f"{size} bytes" for size in both]
-                raise MeasureError(
-                    f"the models differ: gradient {quote(name)} is {has[0]} on rank 0 and {has[1]} on rank {rank}"
-                )
-    return {name: max(theirs[name] for theirs in sizes) for name in sizes[0]}
-
-
-def agree_on_cost(cost: AnyCost, group: dist.ProcessGroup | None = None) -> AnyCost:
-    """Combine the costs of all ranks: a message has arrived when it has on the slowest. Every rank gets the same."""
-    kind = type(cost)
-    said = [json.loads(text) for text in gather(cost.dumps(), group)]
-    shapes = [(one["kind"], one["workers"], [size for size, _ in one.get("points", [])]) for one in said]
-    for rank, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            raise MeasureError(f"the costs differ: rank 0 has {quote(shapes[0])}, rank {rank} {quote(shape)}")
-    costs = [kind.from_json(one) for one in said]
-    first = costs[0]
-    if isinstance(first, PiecewiseCost):
-        times = [max(column) for column in zip(*([time for _, time in one.points] for one in costs), strict=True)]
-        return replace(first, points=tuple(zip((size for size, _ in first.points), times, strict=True)))
-    return replace(
-        first, startup_s=max(one.startup_s for one in costs), per_byte_s=max(one.per_byte_s for one in costs)
+    sparse = set(trace.source.get("sparse", ()))
+    sizes = {layer.name: layer.grad_bytes for layer in trace.layers}
+    fixed = {name: -1 if name in sparse else size for name, size in sizes.items()}
+    other = _first_difference(json.dumps(fixed, sort_keys=True), group)
+    if other is not None:
+        first, second = (json.loads(broadcast_text(json.dumps(sizes), rank, group)) for rank in (0, other))
+        raise MeasureError(_describe_models(first, second, other))
+    order = json.loads(broadcast_text(json.dumps(list(sizes)), 0, group))
+    ready_s = dict(zip(sizes, trace.ready_s, strict=True))
+    forward_s, *values = reduce_values(
+        [trace.forward_s, *(ready_s[name] for name in order), *(float(sizes[name]) for name in order)], "max", group
     )
+    moments = sorted(zip(order, values[: len(order)], values[len(order) :], strict=True), key=lambda moment: moment[1])
+    layers = layers_of([(name, moment_s, int(size)) for name, moment_s, size in moments], forward_s)
+    source = {**trace.source, "ranks": dist.get_world_size(group), "combined": "slowest rank"}
+    return ModelTrace(trace.model, forward_s, layers, json.loads(broadcast_text(json.dumps(source), 0, group)))
+
+
+def agree_on_cost(cost: AnyCost, group: Group = None) -> AnyCost:
+    """Combine the costs of all ranks: a message has arrived when it has on the slowest. Every rank gets the same."""
+    points: tuple[tuple[int, float], ...] = cost.points if isinstance(cost, PiecewiseCost) else ()
+    shape = json.dumps([type(cost).__name__, cost.workers, [size for size, _ in points]])
+    other = _first_difference(shape, group)
+    if other is not None:
+        shapes = [quote(broadcast_text(shape, rank, group)) for rank in (0, other)]
+        raise MeasureError(f"the costs differ: rank 0 has {shapes[0]}, rank {other} {shapes[1]}")
+    source = json.loads(broadcast_text(json.dumps(cost.to_json()["source"]), 0, group))
+    if isinstance(cost, PiecewiseCost):
+        times = reduce_values([time for _, time in points], "max", group)
+        return replace(cost, points=tuple(zip((size for size, _ in points), times, strict=True)), source=source)
+    startup_s, per_byte_s = reduce_values([cost.startup_s, cost.per_byte_s], "max", group)
+    return replace(cost, startup_s=startup_s, per_byte_s=per_byte_s, source=source)
+
+
+def agree_on_plan(
+    prepare: Callable[[], MergePlan | None], group: Group = None, *, tunes: bool = False
+) -> MergePlan | None:
+    """Prepare a plan on every rank and compare; nobody gets one unless all have the same.
+
+    ``prepare`` reads and checks this rank's plan and must not wait for others; None stands for DDP's own buckets.
+    Where it fails on a rank, that rank raises what it met and the others name the rank. No rank's plan is taken for
+    the others: ranks that were given different plans were started wrongly, and would mix up gradients of equal shape.
+    ``tunes`` says whether this rank means to tune, which it cannot do alone.
+    """
+    plan, problem, caught = None, "", None
+    try:
+        plan = prepare()
+    except Exception as error:  # whatever it is, the other ranks must be told
+        problem, caught = f"{type(error).__name__}: {first_line(error)}", error
+    failed = first_problem(problem, group)
+    if caught is not None:
+        raise caught
+    if failed is not None:
+        raise PlanError(f"rank {failed[0]} has no plan to run: {failed[1]}")
+    groups = json.dumps(None if plan is None else plan.groups)
+    other = _first_difference(groups, group)
+    if other is not None:
+        both: list[Groups] = [json.loads(broadcast_text(groups, rank, group)) for rank in (0, other)]
+        raise PlanError(describe_difference(both[0], both[1], other))
+    other = _first_difference(str(tunes), group)
+    if other is not None:
+        said = [broadcast_text(str(tunes), rank, group) for rank in (0, other)]
+        raise PlanError(f"tune is {said[0]} on rank 0 and {said[1]} on rank {other}; give all the same")
+    return plan
+
+
+def describe_difference(first: Groups, second: Groups, other: int) -> str:
+    """Say in which message, and in which gradient of it, the plan of rank 0 and that of another rank first differ.
+
+    >>> print(describe_difference([["b"], ["a"]], [["b", "a"]], 2))
+    the ranks have different plans: message 0 holds 1 gradient on rank 0 and 2 on rank 2, and there 'a' comes after \
+'b'; give every rank the same plan
+    """
+    if first is None or second is None:
+        has = ["no plan" if groups is None else "a plan" for groups in (first, second)]
+        difference = f"rank 0 has {has[0]}, rank {other} {has[1]}"
+    else:
+        index, mine, theirs = next(
+            (index, mine, theirs) for index, (mine, theirs) in enumerate(zip_longest(first, second)) if mine != theirs
+        )
+        difference = _describe_message(index, mine or [], theirs or [], other)
+    return f"the ranks have different plans: {difference}; give every rank the same plan"
+
+
+def _describe_message(index: int, mine: Sequence[str], theirs: Sequence[str], other: int) -> str:
+    """Name the first gradient in which a message of rank 0 and of another rank differ; whole ones may look alike."""
+    counts = f"message {index} holds {plural(len(mine), 'gradient')} on rank 0 and {len(theirs)} on rank {other}"
+    place = next(place for place, pair in enumerate(zip_longest(mine, theirs)) if pair[0] != pair[1])
+    after = f" after {quote(mine[place - 1])}" if place else " first"
+    if place >= len(mine):
+        return f"{counts}, and there {quote(theirs[place])} comes{after}"
+    if place >= len(theirs):
+        return f"{counts}, and on rank 0 {quote(mine[place])} comes{after}"
+    return f"{counts}: {quote(mine[place])} comes{after} on rank 0 and {quote(theirs[place])} on rank {other}"
+
+
+def _describe_models(first: dict[str, int], second: dict[str, int], other: int) -> str:
+    name = next(name for name in [*first, *second] if first.get(name) != second.get(name))
+    has = ["none" if size is None else f"{size} bytes" for size in (first.get(name), second.get(name))]
+    return f"the models differ: gradient {quote(name)} is {has[0]} on rank 0 and {has[1]} on rank {other}"
+
+
+def _first_difference(text: str, group: Group) -> int | None:
+    """Return the first rank whose text differs from rank 0's, if one does."""
+    digest = hashlib.sha256(text.encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(_device(group))
+    first = mine.clone()
+    _collective(lambda: _broadcast(first, 0, group))
+    return _lowest_rank(not torch.equal(mine, first), group)
+
+
+def _lowest_rank(is_meant: bool, group: Group) -> int | None:
+    """Return the lowest rank that means itself, if any does."""
+    world = dist.get_world_size(group)
+    lowest = torch.tensor([dist.get_rank(group) if is_meant else world], dtype=torch.int64, device=_device(group))
+    _collective(lambda: dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group))
+    found = int(lowest.item())
+    return None if found == world else found
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: Group) -> None:
+    dist.broadcast(tensor, dist.get_global_rank(group, source) if group is not None else source, group=group)
+
+
+def _collective(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except (RuntimeError, dist.DistError) as error:
+        raise MeasureError(f"a rank did not answer, it may have died: {first_line(error)}") from error
+
+
+def _device(group: Group) -> torch.device:
+    """Return where tensors must be that this group sends: nccl sends none of the host."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mgwfbp.errors import MeasureError
-from mgwfbp.measure.clock import make_clock
+from mgwfbp.measure.clock import Moment, clock_for
+from mgwfbp.measure.hooks import GradientHooks
 from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype, quote
@@ -54,10 +55,11 @@ def measure_backward(
     gradients travel; what comes before it counts as forward. With ``autocast_dtype`` the forward pass runs under
     autocast.
 
-    A gradient is ready when autograd has accumulated it. A parameter that takes no part (unused) has nothing to wait
+    A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters do not appear, shared ones once. The model's parameters, buffers and gradients and all random generators
-    are afterwards as they were; no optimizer is involved. ``on_step`` is called after every step.
+    are afterwards as they were, and no hook is left on the model; no optimizer is involved. ``on_step`` is called after
+    every step.
     """
     if steps < 1 or warmup < 0 or accumulation_steps < 1:
         raise MeasureError(
@@ -67,13 +69,13 @@ def measure_backward(
     if not parameters:
         raise MeasureError("the model has no parameter that requires a gradient: nothing to measure")
     device = _only_device(parameters)
-    watch = _Watch(model, batch, loss_fn, parameters, device, accumulation_steps, autocast_dtype)
+    runs = _Runs(model, batch, loss_fn, parameters, device, accumulation_steps, autocast_dtype)
     seen: list[tuple[_Step, float]] = []
     with _as_it_was(model, batch, parameters, device):
         for index in range(warmup + steps):
-            step = watch.watched_step()
+            step = runs.observed_step()
             # Hooks delay a host that is busy launching kernels: see how long it takes without them, in turns.
-            plain_s = watch.plain_step() if device.type == "cuda" else step.backward_s
+            plain_s = runs.plain_step() if device.type == "cuda" else step.backward_s
             if index >= warmup:
                 seen.append((step, plain_s))
             if on_step is not None:
@@ -91,7 +93,7 @@ def measure_backward(
     return _combine(name or type(model).__name__, parameters, seen, source)
 
 
-class _Watch:
+class _Runs:
     """Runs steps, with a hook on every parameter that notes when its gradient is ready, or without."""
 
     def __init__(
@@ -107,55 +109,52 @@ class _Watch:
         self._model, self._batch, self._loss_fn = model, batch, loss_fn
         self._parameters = [parameter for _, parameter in parameters]
         self._device, self._accumulation_steps, self._autocast_dtype = device, accumulation_steps, autocast_dtype
-        self._forward_slot, self._end_slot = len(parameters), len(parameters) + 1
-        self._clock = make_clock(device, len(parameters) + 2)
+        self._clock = clock_for(device)
 
-    def watched_step(self) -> _Step:
-        order: dict[int, None] = {}
-        clock = self._clock
+    def observed_step(self) -> _Step:
+        ready: dict[int, Moment] = {}
 
-        def hook_for(slot: int) -> Callable[[Tensor], None]:
-            def note(_: Tensor) -> None:
-                clock.note(slot)
-                # Reentrant checkpointing accumulates a shared parameter more than once: the last time counts.
-                order.pop(slot, None)
-                order[slot] = None
+        def note(slot: int, _: Tensor) -> None:
+            # Reentrant checkpointing computes a shared parameter's gradient in parts: the last one counts.
+            ready.pop(slot, None)
+            ready[slot] = self._clock.now()
 
-            return note
-
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(hook_for(slot))
-            for slot, parameter in enumerate(self._parameters)
-        ]
+        hooks = GradientHooks(self._parameters, note)
         try:
-            moments = self._run(order.clear)
+            start, forward_end, end = self._run(ready.clear)
         finally:
-            for hook in hooks:
-                hook.remove()
-        if not order:
+            hooks.remove()
+        if not ready:
             raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
-        forward_s = moments[self._forward_slot]
-        ready_s = {slot: max(0.0, moments[slot] - forward_s) for slot in order}
+        forward_s = self._clock.between_s(start, forward_end)
+        ready_s = {slot: max(0.0, self._clock.between_s(forward_end, moment)) for slot, moment in ready.items()}
+        backward_s = self._clock.between_s(forward_end, end)
+        self._clock.forget()
         sizes = {slot: _wire_bytes(parameter) for slot, parameter in enumerate(self._parameters)}
         sparse = frozenset(slot for slot, parameter in enumerate(self._parameters) if _is_sparse(parameter.grad))
-        return _Step(forward_s, moments[self._end_slot] - forward_s, ready_s, tuple(order), sizes, sparse)
+        return _Step(forward_s, backward_s, ready_s, tuple(ready), sizes, sparse)
 
     def plain_step(self) -> float:
-        moments = self._run(lambda: None)
-        return moments[self._end_slot] - moments[self._forward_slot]
+        _, forward_end, end = self._run(lambda: None)
+        backward_s = self._clock.between_s(forward_end, end)
+        self._clock.forget()
+        return backward_s
 
-    def _run(self, before_last_backward: Callable[[], object]) -> dict[int, float]:
+    def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
+        """Do one step; return when it began, when the last forward pass had ended, and when all had."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._clock.start()
+        self._clock.wait()
+        start = self._clock.now()
         for _ in range(self._accumulation_steps - 1):
             self._forward().backward()
         loss = self._forward()
         before_last_backward()
-        self._clock.note(self._forward_slot)
+        forward_end = self._clock.now()
         loss.backward()
-        self._clock.note(self._end_slot)
-        return self._clock.read()
+        end = self._clock.now()
+        self._clock.wait()
+        return start, forward_end, end
 
     def _forward(self) -> Tensor:
         autocast = (

@@ -1,81 +1,120 @@
-"""Clocks that note when each gradient is ready: the host's, or CUDA's by events."""
+"""Moments of a training step, noted without making anything wait: `HostClock`, `CudaClock`."""
 
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from mgwfbp.errors import MeasureError
 
-__all__ = ["Clock", "make_clock"]
+__all__ = ["Clock", "CudaClock", "HostClock", "Moment", "clock_for"]
+
+Moment = Any  # what a clock hands out: seconds of the host, or an event in a stream of a GPU
 
 
 class Clock(Protocol):
-    """Notes moments of one step, cheaply, and says afterwards how far apart they were."""
+    """A clock whose moments are read only when all of them have come."""
 
-    def start(self) -> None:
-        """Begin a step, once everything before it is done."""
+    def now(self) -> Moment:
+        """Return the present moment of the computation."""
 
-    def note(self, slot: int) -> None:
-        """Note the present moment under a number; a later note of the same number replaces it."""
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
 
-    def read(self) -> dict[int, float]:
-        """End the step and return the seconds from its start to every noted moment."""
+    def wait(self) -> None:
+        """Wait until every moment handed out so far has come."""
+
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one moment to another."""
+
+    def forget(self) -> None:
+        """Take all moments back: they will not be read any more."""
 
 
 class HostClock:
-    """For work that runs on the host: when the note is taken, the gradient is there."""
+    """For work that runs on the host."""
 
-    def __init__(self) -> None:
-        self._start = 0
-        self._noted: dict[int, int] = {}
+    def now(self) -> Moment:
+        """Return the present moment."""
+        return time.perf_counter()
 
-    def start(self) -> None:
-        """Begin a step."""
-        self._noted.clear()
-        self._start = time.perf_counter_ns()
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+        future.add_done_callback(lambda _: note(self.now()))
 
-    def note(self, slot: int) -> None:
-        """Note the present moment."""
-        self._noted[slot] = time.perf_counter_ns()
+    def wait(self) -> None:
+        """Return at once: the present moment has come."""
 
-    def read(self) -> dict[int, float]:
-        """Return the seconds from the start of the step to every noted moment."""
-        return {slot: (moment - self._start) * 1e-9 for slot, moment in self._noted.items()}
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one moment to another."""
+        return float(second - first)
+
+    def forget(self) -> None:
+        """Keep nothing, so there is nothing to take back."""
 
 
 class CudaClock:
-    """For work that runs on a GPU: events, made beforehand, in the stream that computes; one synchronise a step."""
+    """For work that runs on a GPU: events in the stream that gets there; read only after one synchronise.
 
-    def __init__(self, device: torch.device, num_slots: int) -> None:
+    The future of an nccl message is done as soon as the message is queued, and a stream that waits for it waits for the
+    message: an event behind that is its arrival. It must be a stream of our own and of high priority. In those that
+    torch lends to callbacks the wait stands in the same hardware queue as later kernels of the backward pass, and
+    these wait too.
+    Other backends complete a future when the message has arrived, and an event in an idle stream is that moment.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(num_slots + 1)]
-        self._noted: set[int] = set()
-        self._stream = torch.cuda.current_stream(device)
+        self._aside: torch.cuda.Stream | None = None
+        self._free: list[torch.cuda.Event] = []
+        self._used: list[torch.cuda.Event] = []
 
-    def start(self) -> None:
-        """Begin a step."""
-        self._noted.clear()
+    def now(self) -> Moment:
+        """Return the moment at which the current stream gets here."""
+        event = self._event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def when_arrived(self, future: Any, note: Callable[[Moment], None]) -> None:
+        """Note the moment at which the message that this future stands for has arrived."""
+        if not future.done():
+            # Of a hook that queues messages later on, or of a backend that says when a message has arrived.
+            future.add_done_callback(lambda done: self._note_aside(done, note))
+        else:
+            self._note_aside(future, note)
+
+    def _note_aside(self, done: Any, note: Callable[[Moment], None]) -> None:
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self._device, priority=-1)
+        with torch.cuda.stream(self._aside):
+            done.wait()
+            event = self._event()
+            event.record(self._aside)
+        note(event)
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
         torch.cuda.synchronize(self._device)
-        # Autograd runs each operation of the backward pass in the stream of its forward operation: this one.
-        self._stream = torch.cuda.current_stream(self._device)
-        self._events[-1].record(self._stream)
 
-    def note(self, slot: int) -> None:
-        """Note the moment at which the GPU gets here."""
-        self._events[slot].record(self._stream)
-        self._noted.add(slot)
+    def between_s(self, first: Moment, second: Moment) -> float:
+        """Return the seconds from one moment to another."""
+        return float(first.elapsed_time(second) * 1e-3)
 
-    def read(self) -> dict[int, float]:
-        """Wait for the GPU and return the seconds from the start of the step to every noted moment."""
-        torch.cuda.synchronize(self._device)
-        return {slot: self._events[-1].elapsed_time(self._events[slot]) * 1e-3 for slot in self._noted}
+    def forget(self) -> None:
+        """Use the events again."""
+        self._free, self._used = self._free + self._used, []
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        self._used.append(event)
+        return event
 
 
-def make_clock(device: torch.device, num_slots: int) -> Clock:
+def clock_for(device: torch.device) -> Clock:
     """Return the clock that fits the device."""
     if device.type == "cpu":
         return HostClock()
     if device.type == "cuda":
-        return CudaClock(device, num_slots)
+        return CudaClock(device)
     raise MeasureError(f"cannot time a model on device {device}, expected cpu or cuda")

@@ -19,9 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgwfbp.runtime.torch_private import PlannableParallel
-
-__all__ = ["cut_after", "follow_plans", "missing", "uncompiled", "warn_of_old_cuts"]
+__all__ = ["cut_after", "follow_plans", "missing", "warn_of_old_cuts"]
 
 _FIRST_BUCKET_BYTES: int = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
 
@@ -45,27 +43,22 @@ def missing() -> tuple[str, ...]:
     return tuple(names)
 
 
-def uncompiled(name: str) -> str:
-    """Return what a parameter is called where nothing is compiled.
-
-    >>> uncompiled("_orig_mod.blocks._orig_mod.0.weight")
-    'blocks.0.weight'
-    """
-    return name.replace("_orig_mod.", "")
-
-
 def follow_plans() -> None:
-    """Have the graphs of models in a `PlannableParallel` cut by its plan from now on; others are left to torch."""
+    """Have the graphs of models of our class cut by their plans from now on; others are left to torch."""
     if missing():
         return  # graphs are then cut by torch's own rule; nothing else depends on it
+    from torch._dynamo import trace_rules
     from torch._dynamo.backends import distributed
 
     stock: Any = distributed.DDPOptimizer
     if not getattr(stock, "follows_plans", False):
         distributed.DDPOptimizer = _following(stock)  # type: ignore[misc, assignment]
+        # What this package does around a forward pass is not compiled.
+        for package in ("mgwfbp.runtime", "mgwfbp.measure"):
+            trace_rules.add(package)
 
 
-def warn_of_old_cuts(ddp: PlannableParallel) -> None:
+def warn_of_old_cuts(ddp: Any) -> None:
     """Warn where a model's graph was compiled before its plan changed."""
     if ddp.is_compiled:
         ddp.is_compiled = False
@@ -104,10 +97,10 @@ def _following(stock: Any) -> type:
         follows_plans = True
 
         def __init__(self, bucket_bytes_cap: int, backend_compile_fn: Any, first_bucket_cap: int | None = None) -> None:
-            self._ddp: PlannableParallel | None = None
+            self._ddp: Any | None = None
             self._cuts: dict[Any, bool] = {}  # by operation; empty where torch's own rule holds
             active = DistributedDataParallel._get_active_ddp_module()
-            if isinstance(active, PlannableParallel):
+            if getattr(active, "_handle", None) is not None:  # of our class, and with a say in its buckets
                 self._ddp = active
                 # Torch asserts that the first bucket is the smallest; with bucket_cap_mb below 1 it is not.
                 first_bucket_cap = min(_FIRST_BUCKET_BYTES, bucket_bytes_cap)
@@ -156,10 +149,12 @@ def _forget_pieces() -> None:
             setattr(context, name, value)
 
 
-def _parameter_groups(ddp: PlannableParallel) -> list[list[nn.Parameter]] | None:
-    parameters, _ = ddp.reducible()
-    buckets = ddp.wanted_buckets(parameters)
-    return None if buckets is None else [[parameters[index] for index in bucket] for bucket in buckets]
+def _parameter_groups(ddp: Any) -> list[list[nn.Parameter]] | None:
+    """Return the gradients of each message of a plan that will stay; None where torch's own rule shall cut."""
+    handle = ddp._handle
+    if handle.given is None or ddp.tuning.state == "working":  # tuning ends when a graph is compiled
+        return None
+    return [[handle.parameters[place] for place in bucket] for bucket in handle.given]
 
 
 def _cuts_of(gm: Any, inputs: Sequence[Any], groups: Sequence[Sequence[nn.Parameter]]) -> dict[Any, bool]:

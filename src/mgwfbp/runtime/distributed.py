@@ -4,9 +4,11 @@ import inspect
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,36 +18,48 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError
+from mgwfbp.measure.agreement import agree_on_plan
+from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.agreement import agree_on_plan
-from mgwfbp.runtime.compile_private import follow_plans, uncompiled, warn_of_old_cuts
+from mgwfbp.runtime.compile_private import follow_plans, warn_of_old_cuts
+from mgwfbp.runtime.decide import Limits
+from mgwfbp.runtime.drift import Drift
+from mgwfbp.runtime.fitness import unfit_for_tuning
 from mgwfbp.runtime.kinds import check_kinds, kinds_of
-from mgwfbp.runtime.moments import moments_of
-from mgwfbp.runtime.observer import Gradients, Observation
+from mgwfbp.runtime.learn import Gradients
+from mgwfbp.runtime.observation import Observation
+from mgwfbp.runtime.observe import Observer, weakly
+from mgwfbp.runtime.reducer import (
+    Buckets,
+    Parameters,
+    ReducerHandle,
+    cannot_hold,
+    collectives_of,
+    missing,
+    store_of,
+    uncompiled,
+)
 from mgwfbp.runtime.strides import StrideWatch
-from mgwfbp.runtime.torch_private import missing
-from mgwfbp.runtime.tuner import TunableParallel, Tuner
+from mgwfbp.runtime.tuner import Tuner
 from mgwfbp.runtime.tuning import Tuning
-from mgwfbp.runtime.watch import SeenStep, StepWatch
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["DistributedDataParallel"]
 
 PlanLike = MergePlan | str | os.PathLike[str]
 
+_NUMBERS = count()
+_IN_JOIN = "the model is trained inside join(), where ranks that ran out of data do not answer"
 _TO_BEGIN = Tuning("working", "not begun")  # of a model that is being made and shall tune itself
 
 
-class DistributedDataParallel(TunableParallel):
+class DistributedDataParallel(TorchDistributedDataParallel):
     """Torch's `torch.nn.parallel.DistributedDataParallel`, with every argument and method of it, and plans.
 
-    It tunes itself: during about the first 100 steps it measures, plans, tries, and keeps what was the fastest, see
-    [Note: how the tuner works] in ``tuner.py``. `tuning` says what it does and has found, and a record of level INFO of
-    the logger ``mgwfbp`` says so on rank 0 when it has. ``tune=False`` leaves torch's own buckets alone.
-
-    ``plan`` is a `MergePlan` or the path of one, over the names of ``module.named_parameters()`` that get a gradient
-    and are left to DDP's Reducer. Its messages are the Reducer's buckets from the first step on, and nothing is tuned:
-    also the way to runs that repeat bitwise (``model.plan.save(path)`` keeps what the tuner found).
+    It tunes itself: during some hundred steps it observes, plans, compares, and keeps torch's own buckets unless
+    another plan was faster beyond doubt, see [Note: how the tuner decides] in ``decide.py``. `tuning` says what it does
+    and has found, and a record of level INFO of the logger ``mgwfbp`` says so on rank 0 when it has. Whatever goes
+    wrong in tuning ends tuning, not training.
 
     Averaged gradients are those of torch's class, whatever the plan: bitwise at 2 ranks; with more ranks the bucket a
     gradient travels in decides in which order it is summed.
@@ -54,244 +68,409 @@ class DistributedDataParallel(TunableParallel):
     or is not for this model is an error on every rank. A message holds gradients of one dtype and one device; a sparse
     gradient travels alone. Where this torch cannot hold given buckets, a warning says why and the buckets are torch's
     own.
+
+    Args:
+        module: the model.
+        *args: as torch's class takes them.
+        plan: a `MergePlan` or the path of one, over the names of ``module.named_parameters()`` that get a gradient and
+            are left to DDP's Reducer. Its messages are the Reducer's buckets from the first step on, and nothing is
+            tuned: also the way to runs that repeat bitwise (``model.plan.save(path)`` on one rank keeps it).
+        tune: with False, and without a plan, this is torch's class and nothing else: no hook, nothing observed.
+        tune_steps: how many steps plans may be compared in, at most; a clear difference takes a fraction of that.
+        retune_steps: how many steps may be spent, over the whole run, on looking again when steps have changed for
+            long; 0 to never look again.
+        **kwargs: as torch's class takes them.
+
+    Raises:
+        PlanError: on every rank, where the plan cannot be run or ranks differ.
     """
 
+    _handle: ReducerHandle | None = None
+    _observer: Observer | Tuner | None = None
+    _drift: Drift | None = None
+
     def __init__(
-        self, module: nn.Module, *args: Any, plan: PlanLike | None = None, tune: bool = True, **kwargs: Any
+        self,
+        module: nn.Module,
+        *args: Any,
+        plan: PlanLike | None = None,
+        tune: bool = True,
+        tune_steps: int = 800,
+        retune_steps: int = 2000,
+        **kwargs: Any,
     ) -> None:
         given = inspect.signature(TorchDistributedDataParallel.__init__).bind(self, module, *args, **kwargs).arguments
-        self._plan: MergePlan | None = None
-        self._watch: StrideWatch | None = None
-        self._tuner: Tuner | None = None
-        self._requested = _unless_missing(plan)
-        self._clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
-        # A plan that this torch cannot hold was still meant to be the last word.
         reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
         self._tuning = Tuning("off", reason) if reason else _TO_BEGIN
+        self._plan: MergePlan | None = None
+        self._number = next(_NUMBERS)  # the same on all ranks: they wrap models of one group in one order
+        self._tune_steps, self._retune_steps = tune_steps, retune_steps
+        self.is_compiled = False  # whether a graph was compiled inside the forward pass
+        self._absent = missing() if plan is not None or tune else ()
+        self._asked_for: Callable[[], None] | None = partial(self._agree_on_plan, plan, given)
+        with _warnings_of_caller():
+            super().__init__(module, *args, **kwargs)
+        self._asked_for = None
+        if plan is not None or tune:
+            self._begin(plan_was_given=plan is not None)
+
+    def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
+        """Agree with the other ranks on the plan, once parameters are known and before ranks exchange anything."""
+        clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
+        requested = None if self._absent or cannot_hold(self) else plan
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
-        self._compares = self._requested is not None or given.get("init_sync", True)
-        super().__init__(module, *args, **kwargs)
-        if self._requested is not None and self.cannot_hold:
-            _warn_unused(self.cannot_hold)
-        del self._requested, self._clash, self._compares
-        self._finish()
+        if requested is None and not given.get("init_sync", True):
+            return
+
+        def prepare() -> MergePlan | None:
+            if requested is not None and clash:
+                raise PlanError(f"plan= and {clash[0]}= are both given, and each says how large buckets are")
+            return None if requested is None else _prepare(requested, Parameters(self))
+
+        with self._on_device():
+            self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning == _TO_BEGIN)
+
+    def _build_params_for_reducer(self) -> Any:
+        built = super()._build_params_for_reducer()
+        asked_for, self._asked_for = self._asked_for, None
+        if asked_for is not None:
+            asked_for()
+        return built
+
+    def _begin(self, *, plan_was_given: bool) -> None:
+        """Do what follows every construction, be it from the constructor, a pickle or a copy."""
+        cannot = cannot_hold(self)
+        if self._absent:
+            cannot = f"torch {torch.__version__} lacks {', '.join(self._absent)}"
+        if cannot:
+            if plan_was_given:
+                _warn(f"the plan is not used and DDP's own buckets are: {cannot}")
+            elif self._absent:
+                _warn(f"nothing is tuned and DDP's own buckets are used: {cannot}")
+            self._plan = None
+            if self._tuning == _TO_BEGIN:
+                self._tuning = Tuning("off", cannot)
+            return
+        handle = self._handle = ReducerHandle(self)
+        if self._plan is not None:
+            handle.set_buckets(_buckets_of(self._plan, handle))
+        follow_plans()
+        if self._tuning == _TO_BEGIN:
+            self._start_tuner()
+        self._strides = StrideWatch(self, handle)
 
     @property
     def plan(self) -> MergePlan | None:
-        """The plan in force; None while the buckets are torch's own."""
-        return self._plan
+        """The messages of a step, as they are now: the plan in force, or torch's own buckets (planner ``ddp``).
+
+        None only where there are no buckets (``tuning`` says why).
+        """
+        if self._plan is not None:
+            return self._plan
+        if missing() or cannot_hold(self):
+            return None
+        handle = self._handle or ReducerHandle(self)  # of a model that is torch's alone: only for this question
+        groups = tuple(tuple(handle.names[place] for place in bucket) for bucket in handle.buckets())
+        return MergePlan(type(self.module).__name__, "ddp", groups)
 
     @property
     def tuning(self) -> Tuning:
         """What the tuner is doing or has found; printable."""
-        return self._tuning if self._tuner is None else self._tuner.tuning
+        return self._observer.tuning if isinstance(self._observer, Tuner) else self._tuning
 
     @contextmanager
     def observe(
         self, steps: int = 10, *, predict_with: tuple[ModelTrace | None, Cost] | None = None
     ) -> Iterator[Observation]:
-        """Measure the timelines of the next steps that run inside ``with model.observe() as seen:``.
+        """Observe the next steps that run inside ``with model.observe() as seen:``.
 
-        Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between, and the
-        first after a change of buckets does not count. After the block ``seen.timeline`` is the measured `Timeline` of
-        this rank, ``seen.trace`` the ready times, and ``seen.predicted`` the timeline that `predict` gives for the plan
-        in force with the trace and cost in ``predict_with`` (a trace of None stands for the observed one), or else with
-        those that the tuner found.
+        Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between, and steps
+        before torch has made its final buckets do not count. After the block ``seen.timeline`` is the measured `Timeline` of
+        this rank, ``seen.trace`` its ready times, ``seen.agreed_trace()`` those of all ranks, and ``seen.predicted``
+        what `predict` gives for the plan in force with the trace and cost in ``predict_with`` (a trace of None stands
+        for the observed one), or else with those that the tuner found.
 
         A message is ready when the Reducer asks for it, starts once the message before it has arrived, and ends when it
         has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans,
         and not inside of another block. Where a communication hook sends, all ranks must observe alike, between steps:
         their Reducers are made anew. Outside of the block it costs nothing.
+
+        Args:
+            steps: how many to observe.
+            predict_with: a trace, or None for the observed one, and a cost.
+
+        Raises:
+            MeasureError: where the model cannot be observed now; it says why.
         """
         if steps < 1:
             raise MeasureError(f"steps is {steps}, expected 1 or more")
-        if self._tuner is not None:
+        if isinstance(self._observer, Tuner):
             raise MeasureError(f"the tuner is at work ({self.tuning.reason}): observe when it has ended, or tune=False")
-        if self.is_overheard:
+        if self._observer is not None:
             raise MeasureError("the model is being observed already: leave that block first")
-        parameters, sparse = self.reducible()
-        if self.cannot_hold or any(sparse):
-            raise MeasureError(f"cannot observe: {self.cannot_hold or 'gradients are sparse'}")
-        if self.has_hooks and self.cannot_change:  # a Reducer is told its hooks only once
-            raise MeasureError(f"cannot observe a model with a communication hook: {self.cannot_change}")
-        seen = Observation()
+        if cannot := ", ".join(missing()) or cannot_hold(self):
+            raise MeasureError(f"cannot observe: {cannot}")
+        handle = self._handle or ReducerHandle(self)
+        if any(handle.sparse):
+            raise MeasureError("cannot observe: gradients are sparse, and as large as each batch makes them")
+        if handle.has_hooks and handle.cannot_change:  # a Reducer is told its hooks only once
+            raise MeasureError(f"cannot observe a model with a communication hook: {handle.cannot_change}")
         had_settled: list[bool] = []  # of every step: the first one of a Reducer is unlike the others
-        watch: StepWatch | None = None
 
         def step_has_ended() -> None:
-            had_settled.append(self.has_settled)
-            if watch is not None and sum(had_settled) >= steps:
-                watch.stop()
+            had_settled.append(handle.has_settled)
+            if sum(had_settled) >= steps:
+                self._stop_observing(observer)
 
-        watch = StepWatch(self, parameters, moments_of(self.device), step_has_ended)
+        observer = self._observer = Observer(handle, clock_for(self.device), step_has_ended)
+        observer.note(gradients=True, messages=True)
+        seen = Observation()
         try:
-            watch.listen(True)
-            watch.watches_gradients = True
             yield seen
         finally:
-            watch.stop()
+            self._stop_observing(observer)
         # Only now: reading a step waits for the GPU, and the host would no longer run ahead of it.
-        taken = [step for step, settled in zip(watch.take(), had_settled, strict=True) if settled]
-        self._fill(seen, taken, parameters, predict_with)
-
-    def _fill(
-        self,
-        seen: Observation,
-        steps: Sequence[SeenStep],
-        parameters: Sequence[nn.Parameter],
-        predict_with: tuple[ModelTrace | None, Cost] | None,
-    ) -> None:
-        names = self._names(parameters)
-        gradients = Gradients(
-            type(self.module).__name__, tuple(names), tuple(parameter.nbytes for parameter in parameters)
-        )
-        groups = tuple(tuple(names[place] for place in bucket) for bucket in self.held_buckets())
-        plan = self._plan or MergePlan(gradients.model, "ddp", groups)
+        taken = [step for step, settled in zip(observer.take(), had_settled, strict=True) if settled]
+        gradients = Gradients(type(self.module).__name__, handle.names, handle.sizes)
         if predict_with is None and self.tuning.cost is not None:
             predict_with = (self.tuning.trace, self.tuning.cost)
-        seen.fill(steps, gradients, plan, dist.get_world_size(self.process_group), predict_with)
+        plan = self.plan
+        if plan is not None:
+            seen.fill(taken, gradients, plan, self.process_group, predict_with)
 
-    def install(self, plan: MergePlan) -> None:
-        """Put a plan in force that all ranks have agreed on; what `replan` does once they have, and the tuner."""
-        changed = self._plan is None or plan.groups != self._plan.groups
-        self._plan = plan
-        if changed:
-            self.rebuild_reducer()
-            self.check_held()
-            warn_of_old_cuts(self)
+    def _stop_observing(self, observer: Observer) -> None:
+        if self._observer is observer:
+            observer.stop()
+            self._observer = None
 
     def replan(self, plan: PlanLike | None) -> None:
         """Change to another plan, or with None to torch's own buckets. All ranks must call it, with the same plan.
 
-        To be called between steps: after a synchronised backward pass and before the next forward pass, not inside
-        ``no_sync`` or ``join``. Gradients, comm hooks and everything else that was set stay; a comm hook that keeps
-        state per bucket (PowerSGD) must be able to meet other buckets. With ``static_graph`` the first step after it
-        sends its messages after the backward pass, as the first step of all does.
+        To be called between steps: after a backward pass that averaged gradients and before the next forward pass, not
+        inside ``no_sync`` or ``join``. Gradients, comm hooks and everything else that was set stay; a comm hook that
+        keeps state per bucket (PowerSGD) must be able to meet other buckets. Tuning ends.
+
+        Raises:
+            PlanError: on every rank, where the plan cannot be run or ranks differ; the plan in force stays.
         """
-        self._stop_tuner("a plan was set by hand")
-        if self.in_join:
+        if self._join_config.enable:
             raise PlanError("the plan cannot be changed inside join(), where ranks that ran out of data do not answer")
+        if absent := missing():
+            if plan is not None:
+                _warn(f"the plan is not used and DDP's own buckets are: torch {torch.__version__} lacks {absent[0]}")
+            return
+        if cannot := cannot_hold(self):
+            raise PlanError(f"no plan can be held: {cannot}")
+        handle = self._handle or ReducerHandle(self)
+        if handle.cannot_change:
+            raise PlanError(f"the plan cannot be changed: {handle.cannot_change}; give plan= at construction")
 
         def prepare() -> MergePlan | None:
-            self.check_finished()
-            return self._prepare(plan, *self.reducible())
+            if not handle.has_finished:
+                raise PlanError(
+                    "the plan cannot be changed before the backward pass has ended, and it has not: some parameters "
+                    "got no gradient (find_unused_parameters=True allows that)"
+                )
+            return None if plan is None else _prepare(plan, handle)
 
-        if plan is not None and (plan := _unless_missing(plan)) is None:
-            return
-        if self.cannot_hold:
-            raise PlanError(f"no plan can be held: {self.cannot_hold}")
-        if self.cannot_change:
-            raise PlanError(f"the plan cannot be changed: {self.cannot_change}; give plan= at construction")
-        with self.on_device():
+        with self._on_device():
             agreed = agree_on_plan(prepare, self.process_group)
-        if agreed is not None:
-            self.install(agreed)
-        elif self._plan is not None:
-            self._plan = None
-            self.rebuild_reducer()
+        self._stop_tuning("a plan was set by hand")
+        self._handle = handle
+        self._plan = agreed
+        buckets = None if agreed is None else _buckets_of(agreed, handle)
+        if buckets != handle.given:
+            handle.set_buckets(buckets)
             warn_of_old_cuts(self)
 
-    def before_reducer(self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]) -> None:
-        """Agree on the plan; called by the constructor, before torch's own first exchange with other ranks."""
-        if not self.__dict__.get("_compares", False):
-            # The Reducer of a copy has those parameters that require gradients now.
-            if self._plan is not None and set(self._plan.layer_names) != set(self._names(parameters)):
-                self._plan = None
-                _warn_unused("it is a copy's, and parameters were frozen or thawed since the plan was made")
-            return
-        requested = None if self.cannot_hold else self._requested
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        handle, observer, drift = self._handle, self._observer, self._drift
+        if handle is not None and handle.is_due:
+            handle.before_forward()
+        if observer is not None and torch.is_grad_enabled():
+            if isinstance(observer, Tuner) and observer.is_captured:
+                self._stop_tuning("the model was captured in a CUDA graph, whose buckets cannot change")
+            else:
+                observer.before_forward()
+        elif drift is not None and self.require_backward_grad_sync and torch.is_grad_enabled() and self.training:
+            drift.before_step()
+        return super()._pre_forward(*inputs, **kwargs)
 
-        def prepare() -> MergePlan | None:
-            if requested is not None and self._clash:
-                raise PlanError(f"plan= and {self._clash[0]}= are both given, and each says how large buckets are")
-            return self._prepare(requested, parameters, sparse)
+    def _post_forward(self, output: Any) -> Any:
+        if self._observer is not None and torch.is_grad_enabled():
+            self._observer.after_forward()
+        return super()._post_forward(output)
 
-        with self.on_device():
-            self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning == _TO_BEGIN)
+    def _start_tuner(self, retuned: int = 0) -> None:
+        """Tune from the next step on; all ranks begin at the same one."""
+        handle = self._handle
+        assert handle is not None  # noqa: S101 - it holds plans
+        if dist.get_world_size(self.process_group) == 1:
+            self._tuning = Tuning("off", "there is one rank, and nothing to send")
+        elif any(handle.sparse):
+            self._tuning = Tuning("off", "gradients are sparse, and as large as each batch makes them")
+        else:
+            kinds = kinds_of(zip(handle.names, handle.parameters, strict=True), handle.sparse)
+            self._observer = Tuner(
+                handle,
+                kinds,
+                self.process_group,
+                weakly(self._unfit),
+                weakly(self._tuner_has_ended),
+                limits=Limits(steps=min(self._tune_steps, self._retune_steps) if retuned else self._tune_steps),
+                retuned=retuned,
+            )
 
-    def wanted_buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[int]] | None:
-        """Return the plan as indices into the Reducer's parameters."""
-        if self._plan is None:
-            return None
-        places = {name: index for index, name in enumerate(self._names(parameters))}
-        return [[places[name] for name in group] for group in self._plan.groups]
+    def _unfit(self) -> str:
+        return "" if self._handle is None else unfit_for_tuning(self, self._handle)
+
+    def _tuner_has_ended(self, tuning: Tuning) -> None:
+        spent = self._tuning.steps if tuning.retuned else 0
+        self._observer, self._tuning = None, replace(tuning, steps=tuning.steps + spent)
+        self._plan = tuning.plan
+        self._retune_steps -= tuning.steps if tuning.retuned else 0
+        if tuning.state == "settled" and self._retune_steps > 0:
+            self._watch_drift(tuning)
+
+    def _watch_drift(self, tuning: Tuning) -> None:
+        group = self.process_group
+        collectives, store = collectives_of(group), store_of(group, f"{self._number}/{tuning.retuned}")
+        if collectives is not None and store is not None:
+            rank, world = dist.get_rank(group), dist.get_world_size(group)
+            self._drift = Drift(store, rank, world, collectives, weakly(self._look_again))
+
+    def _look_again(self) -> None:
+        self._drift = None
+        self._start_tuner(self._tuning.retuned + 1)
+
+    def _stop_tuning(self, reason: str, *, restore: bool = False) -> None:
+        self._drift = None
+        if isinstance(self._observer, Tuner):
+            tuning = self._observer.stop(reason, restore=restore)
+            self._observer, self._tuning = None, tuning
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer."""
+        if self._handle is not None:
+            self._handle.settle()
+            self._stop_tuning(_IN_JOIN, restore=True)
+        return super().join_hook(**kwargs)
+
+    @contextmanager
+    def join(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Train with uneven inputs as torch does. After the block, tuning goes on."""
+        before = self._join_config
+        with super().join(*args, **kwargs) as inside:
+            yield inside
+        if self._handle is not None:
+            # Torch leaves it set, and would go on asking ranks that are no longer there.
+            self._join_config = before
+            if self._tuning.reason == _IN_JOIN:
+                self._start_tuner()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Register a communication hook, as torch does."""
+        super().register_comm_hook(state, hook)
+        if self._handle is not None:
+            self._handle.hook_was_registered()
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        super()._register_builtin_comm_hook(comm_hook_type)
+        if self._handle is not None:
+            self._handle.builtin_hook = comm_hook_type
+            self._handle.hook_was_registered()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        super()._update_process_group(new_process_group)  # after which torch makes its own buckets again
+        self._stop_tuning("the process group was changed")
+        if self._handle is not None:
+            self._handle.set_buckets(self._handle.given)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        super()._set_ddp_runtime_logging_sample_rate(sample_rate)
+        if self._handle is not None:
+            self._handle.sample_rate = sample_rate
 
     def __getstate__(self) -> Any:
         state = dict(super().__getstate__())
-        # What watches this object stays with it; a copy of a model that is being tuned begins anew.
-        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-            state[hooks] = OrderedDict((key, hook) for key, hook in state[hooks].items() if not _is_ours(hook))
-        if self._tuner is not None:
-            state["_plan"], state["_tuning"] = None, _TO_BEGIN
-        return {**state, "_watch": None, "_tuner": None, "_listener": None, "_connected": None}
+        # What observes this object stays with it; a copy of a model that is being tuned begins anew.
+        state["_forward_pre_hooks"] = OrderedDict(
+            (key, hook) for key, hook in state["_forward_pre_hooks"].items() if not _is_ours(hook)
+        )
+        if isinstance(self._observer, Tuner):
+            state["_tuning"] = _TO_BEGIN
+        for name in ("_handle", "_observer", "_drift", "_strides"):
+            state.pop(name, None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_plan": _unless_missing(state["_plan"])})
-        self._finish()
-
-    def _finish(self) -> None:
-        """Do what follows every construction, be it from the constructor, a pickle or a copy."""
-        if self._tuning == _TO_BEGIN:
-            self._start_tuner()
-        if self.cannot_hold:
+        super().__setstate__(state)
+        if self._tuning.state == "off" and self._plan is None:
             return
-        follow_plans()
-        self.check_held()
-        named = self.module.named_parameters()
-        self._watch = StrideWatch(self, [(name, parameter) for name, parameter in named if parameter.requires_grad])
+        self._absent = missing()
+        # The Reducer of a copy has those parameters that require gradients now.
+        if self._plan is not None and set(self._plan.layer_names) != set(Parameters(self).names):
+            self._plan = None
+            _warn(
+                "the plan is not used and DDP's own buckets are: it is a copy's, and parameters were frozen or thawed "
+                "since the plan was made"
+            )
+        self._begin(plan_was_given=self._plan is not None)
 
-    def _start_tuner(self) -> None:
-        parameters, sparse = self.reducible()
-        reason = self.cannot_hold
-        if dist.get_world_size(self.process_group) == 1:
-            reason = "there is one rank, and nothing to send"
-        elif any(sparse):
-            reason = "gradients are sparse, and as large as each batch makes them"
-        elif not reason and (absent := missing()):
-            reason = f"torch {torch.__version__} lacks {', '.join(absent)}"
-            warnings.warn(f"nothing is tuned and DDP's own buckets are used: {reason}", RuntimeWarning, stacklevel=4)
-        if reason:
-            self._tuning = Tuning("off", reason)
-        else:
-            named = list(zip(self._names(parameters), parameters, strict=True))
-            self._tuner = Tuner(self, named, kinds_of(named, sparse), self._tuner_has_ended)
-
-    def _tuner_has_ended(self, tuning: Tuning) -> None:
-        self._tuner, self._tuning = None, tuning
-
-    def _stop_tuner(self, reason: str) -> None:
-        if self._tuner is not None:
-            self._tuner_has_ended(self._tuner.stop(reason))
-
-    def _prepare(
-        self, plan: PlanLike | None, parameters: Sequence[nn.Parameter], sparse: Sequence[bool]
-    ) -> MergePlan | None:
-        """Read a plan and check that this model's gradients can be sent as it says."""
-        if plan is None:
-            return None
-        loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
-        if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
-            loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
-        named = zip(self._names(parameters), parameters, strict=True)
-        check_kinds(loaded, kinds_of(named, sparse))
-        return loaded
-
-    def _names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        by_parameter = {id(parameter): uncompiled(name) for name, parameter in self.module.named_parameters()}
-        return [by_parameter[id(parameter)] for parameter in parameters]
+    def _on_device(self) -> Any:
+        """Talk to other ranks from the model's GPU, which need not be the current one."""
+        cuda = self.device is not None and self.device.type == "cuda"
+        return torch.cuda.device(self.device) if cuda else torch.profiler.record_function("mgwfbp: plan")
 
 
-def _is_ours(hook: object) -> bool:
-    return isinstance(getattr(hook, "__self__", None), (StrideWatch, StepWatch))
+def _prepare(plan: PlanLike, parameters: Parameters) -> MergePlan:
+    """Read a plan and check that this model's gradients can be sent as it says."""
+    loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
+    if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
+        loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
+    check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
+    return loaded
 
 
-def _unless_missing(plan: PlanLike | None) -> PlanLike | None:
-    """Return the plan where this torch can hold one; else warn, and return None."""
-    if plan is not None and (absent := missing()):
-        _warn_unused(f"torch {torch.__version__} lacks {', '.join(absent)}")
-        return None
-    return plan
+def _buckets_of(plan: MergePlan, handle: ReducerHandle) -> Buckets:
+    places = {name: place for place, name in enumerate(handle.names)}
+    return [[places[name] for name in group] for group in plan.groups]
 
 
-def _warn_unused(reason: str) -> None:
-    warnings.warn(f"the plan is not used and DDP's own buckets are: {reason}", RuntimeWarning, stacklevel=4)
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("mgwfbp.")
+
+
+def _warn(text: str) -> None:
+    """Warn the line of the user's that made the model."""
+    warnings.warn(text, RuntimeWarning, stacklevel=_levels_to_user())
+
+
+def _levels_to_user() -> int:
+    """Return how many frames lie between the caller and code that is neither ours nor torch's."""
+    levels, frame = 1, inspect.currentframe()
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mgwfbp", "torch"):
+        levels, frame = levels + 1, frame.f_back
+    return levels
+
+
+@contextmanager
+def _warnings_of_caller() -> Iterator[None]:
+    """Let torch's warnings point at the line of the user's, not at ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for one in caught:
+        warnings.warn_explicit(one.message, one.category, *_user_line())
+
+
+def _user_line() -> tuple[str, int]:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "mgwfbp",
+        "torch",
+        "contextlib",
+    ):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)

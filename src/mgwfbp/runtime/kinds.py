@@ -9,7 +9,7 @@ from torch import nn
 
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.compile_private import uncompiled
+from mgwfbp.runtime.reducer import uncompiled
 from mgwfbp.units import quote
 
 __all__ = ["Kind", "check_kinds", "kinds_of", "split_by_kind"]

@@ -12,9 +12,9 @@ from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import Planner, find_plan, plan_wfbp, planner_of
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
-from mgwfbp.runtime.compile_private import uncompiled
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.kinds import split_by_kind
+from mgwfbp.runtime.reducer import uncompiled
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
@@ -66,7 +66,7 @@ def parallel(
         raise StrategyError(f"strategy 'ps' cannot average the sparse gradient of {quote(min(sparse))}; use another")
     ddp = DistributedDataParallel(module, plan=plan, **ddp_arguments)
     if strategy == "naive":
-        ddp.register_comm_hook(NaiveSgd(ddp.process_group, len(ddp.reducible()[0])), send_after_backward)
+        ddp.register_comm_hook(NaiveSgd(ddp.process_group, len(plan.layer_names)), send_after_backward)
     if strategy == "ps":
         parameters = {uncompiled(name): parameter for name, parameter in module.named_parameters()}
         owned = [parameters[uncompiled(name)] for name in plan.layer_names]

@@ -1,13 +1,13 @@
 """The names that DDP's warning about strides leaves out."""
 
 import warnings
-from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mgwfbp.runtime.autograd_private import drop_empty_hooks
+from mgwfbp.measure.hooks import GradientHooks
+from mgwfbp.runtime.observe import weakly
+from mgwfbp.runtime.reducer import ReducerHandle
 
 __all__ = ["StrideWatch"]
 
@@ -16,36 +16,32 @@ class StrideWatch:
     """Looks at the first backward pass's gradients; warns of those whose strides differ from their bucket's.
 
     Torch warns of this once per process and names no parameter. Its warning appears when the backward pass returns, so
-    ours comes with the forward pass after it; with that the watch ends and leaves nothing behind.
+    ours comes with the forward pass after it; with that it ends and leaves nothing behind.
     """
 
-    def __init__(self, model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, model: nn.Module, reducer: ReducerHandle) -> None:
+        self._reducer = reducer
         self._found: list[str] = []
         self._has_seen = False
-        named = list(parameters)
-        self._parameters = [parameter for _, parameter in named]
-        # Not a hook after the accumulation: torch goes on calling into Python for each parameter that ever had one.
-        self._handles = [parameter.register_hook(partial(self._look, name, parameter)) for name, parameter in named]
-        self._handles.append(model.register_forward_pre_hook(self._report))
+        self._hooks = GradientHooks(reducer.parameters, weakly(self._look))
+        self._handle = model.register_forward_pre_hook(weakly(self._report))
 
     def stop(self) -> None:
-        """End the watch."""
-        for handle in self._handles:
-            handle.remove()
-        for parameter in self._parameters:
-            drop_empty_hooks(parameter)
-        self._handles, self._parameters = [], []
+        """End it."""
+        self._hooks.remove()
+        self._handle.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _look(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def _look(self, place: int, gradient: Tensor) -> None:
         self._has_seen = True
         if gradient.layout is not torch.strided:
             return
+        parameter = self._reducer.parameters[place]
         # Its own strides for a dense parameter, else row after row: the layout of its view in the bucket.
         view = torch.empty_like(parameter, device="meta").stride()
         strides = _strides_to_be(parameter, gradient, view)
         if strides != view:
-            self._found.append(f"{name!r} (gradient {strides}, bucket {view})")
+            self._found.append(f"{self._reducer.names[place]!r} (gradient {strides}, bucket {view})")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _report(self, *_: object) -> None:
@@ -58,7 +54,7 @@ class StrideWatch:
             warnings.warn(
                 f"gradients of {len(found)} of the parameters have other strides than their places in DDP's buckets, "
                 f"which costs a slow copy each: {shown}; convert the model's memory format before it is wrapped",
-                stacklevel=2,
+                stacklevel=3,
             )
 
 

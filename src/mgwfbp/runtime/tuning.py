@@ -8,16 +8,16 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural
 
-__all__ = ["Candidate", "Tuning"]
+__all__ = ["Candidate", "Comparison", "Tuning"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that took part in the last comparison."""
+    """A plan that took part in the comparison."""
 
-    name: str  # "ddp", "optimal 1", "mgwfbp", "bucket 5 MiB", ...
+    name: str  # "ddp", "optimal 1", "mgwfbp", "bucket-5", ...
     plan: MergePlan
-    predicted_s: float  # of a step, with the cost under load
+    predicted_s: float  # of a step, with what was learnt of messages
     steps_s: tuple[float, ...] = ()  # measured steps, of the slowest rank each
     step_s: float = float("inf")  # their median
 
@@ -27,8 +27,44 @@ class Candidate:
             "name": self.name,
             "num_messages": self.plan.num_groups,
             "predicted_s": self.predicted_s,
-            "step_s": self.step_s,
+            "step_s": self.step_s if self.steps_s else None,
             "steps_s": list(self.steps_s),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How sure it is which plan is faster; gains are parts of the step with torch's own buckets."""
+
+    turns: int
+    confidence: float  # of each bound of the gain, one-sided
+    rival: str  # the fastest of the others
+    gain: float
+    gain_low: float
+    gain_high: float
+    is_sure: bool  # whether the rival is faster beyond doubt, and was chosen
+
+    def __str__(self) -> str:
+        if not self.turns:
+            return "there was nothing to compare with"
+        words = f"{self.gain:+.1%}"
+        if self.gain_low > float("-inf"):
+            words += (
+                f" (between {self.gain_low:+.1%} and {self.gain_high:+.1%} with {self.confidence:.1%} confidence each)"
+            )
+        gained = f"{self.rival!r} gained {words} in {plural(self.turns, 'turn')}"
+        return gained if self.is_sure else f"{gained}, which is no gain beyond doubt"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        bounds = {"gain_low": self.gain_low, "gain_high": self.gain_high}
+        return {
+            "turns": self.turns,
+            "confidence": self.confidence,
+            "rival": self.rival,
+            "gain": self.gain,
+            **{name: bound if abs(bound) < float("inf") else None for name, bound in bounds.items()},
+            "is_sure": self.is_sure,
         }
 
 
@@ -38,15 +74,16 @@ class Tuning:
 
     state: Literal["working", "settled", "off"]
     reason: str  # what is being done now, or why nothing is
-    steps: int = 0  # synchronised steps it has seen
-    candidates: tuple[Candidate, ...] = ()  # what was compared, fastest first
+    steps: int = 0  # steps it has observed
+    candidates: tuple[Candidate, ...] = ()  # what was compared, the chosen one first
+    comparison: Comparison | None = None
     messages_before: int = 0  # a step, with DDP's own buckets
     before_s: float | None = None  # measured, with these
-    predicted_s: float | None = None  # of the chosen plan
-    exposed_s: float | None = None  # communication that nothing hides, with the chosen plan
+    exposed_s: float | None = None  # communication that nothing hides, measured, with the chosen plan
     spent_s: float = 0.0  # on everything but training
+    retuned: int = 0  # how often it has looked again because steps had changed
     trace: ModelTrace | None = field(default=None, compare=False)  # as observed, of the slowest rank
-    cost: PiecewiseCost | None = field(default=None, compare=False)  # of a message under load
+    cost: PiecewiseCost | None = field(default=None, compare=False)  # of a message, as learnt in training
 
     @property
     def plan(self) -> MergePlan | None:
@@ -56,27 +93,26 @@ class Tuning:
     @property
     def after_s(self) -> float | None:
         """The measured step of the chosen plan."""
-        return self.candidates[0].step_s if self.state == "settled" else None
+        return self.candidates[0].step_s if self.state == "settled" and self.candidates[0].steps_s else None
+
+    @property
+    def predicted_s(self) -> float | None:
+        """The predicted step of the chosen plan."""
+        return self.candidates[0].predicted_s if self.state == "settled" else None
 
     def __repr__(self) -> str:
         if self.state != "settled":
             return f"Tuning({self.state}, step {self.steps}: {self.reason})"
         chosen = self.candidates[0]
-        ms = {
-            name: format_seconds(value or 0.0)
-            for name, value in (
-                ("after", chosen.step_s),
-                ("before", self.before_s),
-                ("predicted", self.predicted_s),
-                ("exposed", self.exposed_s),
-                ("spent", self.spent_s),
-            )
-        }
+        times = ""
+        if self.after_s is not None and self.before_s is not None:
+            times = f"measured {format_seconds(self.after_s)} a step, DDP's own {format_seconds(self.before_s)}; "
+        again = f"; looked again {plural(self.retuned, 'time')}" if self.retuned else ""
         return (
             f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
-            f"{plural(chosen.plan.num_groups, 'message')} a step, DDP's own buckets {self.messages_before}; "
-            f"{ms['after']} a step, was {ms['before']}, predicted {ms['predicted']}; "
-            f"{ms['exposed']} of communication exposed; tuning took {ms['spent']})"
+            f"{plural(chosen.plan.num_groups, 'message')} a step, DDP's own buckets {self.messages_before}; {times}"
+            f"{self.comparison}; exposed communication, measured, {format_seconds(self.exposed_s or 0.0)}; predicted "
+            f"step {format_seconds(chosen.predicted_s)}; tuning took {format_seconds(self.spent_s)}{again})"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,12 +123,14 @@ class Tuning:
             "reason": self.reason,
             "steps": self.steps,
             "candidates": [candidate.to_json() for candidate in self.candidates],
+            "comparison": self.comparison.to_json() if self.comparison else None,
             "messages_before": self.messages_before,
             "before_s": self.before_s,
             "after_s": self.after_s,
             "predicted_s": self.predicted_s,
             "exposed_s": self.exposed_s,
             "spent_s": self.spent_s,
+            "retuned": self.retuned,
             "plan": self.plan.to_json() if self.plan else None,
             "trace": self.trace.to_json() if self.trace else None,
             "cost": self.cost.to_json() if self.cost else None,

@@ -8,7 +8,7 @@ from mgwfbp.simulate.findings import Finding, find_crossing, find_limits
 from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, simulate_steps
-from mgwfbp.simulate.sweep import BASELINES, Grid, Strategy, SweepRow, scale_trace, sweep
+from mgwfbp.simulate.sweep import BASELINES, Grid, Strategy, SweepRow, sweep
 
 __all__ = [
     "BASELINES",
@@ -27,7 +27,6 @@ __all__ = [
     "find_crossing",
     "find_limit",
     "find_limits",
-    "scale_trace",
     "simulate_steps",
     "sweep",
 ]

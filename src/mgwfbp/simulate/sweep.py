@@ -1,7 +1,7 @@
 """Many simulations: every strategy on every cluster, number of workers and scale, planned anew for each."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, send_messages
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["BASELINES", "Grid", "Strategy", "SweepRow", "scale_trace", "sweep"]
+__all__ = ["BASELINES", "Grid", "Strategy", "SweepRow", "sweep"]
 
 Planner = Callable[[ModelTrace, Cost], MergePlan]
 
@@ -107,19 +107,6 @@ class SweepRow:
         return asdict(self)
 
 
-def scale_trace(trace: ModelTrace, scale: float) -> ModelTrace:
-    """Return the trace with all computation taking ``scale`` times as long.
-
-    >>> from mgwfbp.trace import LayerTrace
-    >>> scale_trace(ModelTrace("toy", 3.0, (LayerTrace("a", 2.0, 8),)), 0.5)
-    ModelTrace('toy': 1 gradient, 8 B, forward 1.5 s, backward 1 s)
-    """
-    if scale == 1.0:
-        return trace
-    layers = (replace(layer, backward_s=layer.backward_s * scale) for layer in trace.layers)
-    return replace(trace, forward_s=trace.forward_s * scale, layers=tuple(layers))
-
-
 def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator[SweepRow]:
     """Simulate all points of the grid, one row at a time.
 
@@ -127,10 +114,10 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
     all workers would give. All strategies and clusters with equally many workers meet the same jitter.
     """
     for scale in grid.scales:
-        scaled = scale_trace(trace, scale)
+        scaled = trace.scaled(scale)
         for workers in grid.workers:
             computation = draw_computation(scaled, workers, scenario)
-            planned = scale_trace(scaled, scenario.slowest(workers))
+            planned = scaled.scaled(scenario.slowest(workers))
             for source in grid.sources:
                 for strategy in grid.strategies:
                     cost = strategy.cost(source, workers)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import PiecewiseCost
-from mgwfbp.runtime.load import LEAST, cost_under_load
+from mgwfbp.runtime.learn import LEAST, learn_cost
 
 SWEPT = PiecewiseCost(4, ((4, 1.5e-3), (12_000, 1.74e-3), (65_536, 5.4e-3), (2_400_000, 23e-3), (25_000_000, 230e-3)))
 
@@ -26,7 +26,7 @@ def curve_of(points: list[tuple[int, float]], factor: float = 1.0) -> PiecewiseC
 
 def test_small_messages_that_wait_do_not_make_larger_ones_slower_than_they_were_seen() -> None:
     # Seen in training: 12 kB took 14.7 ms against 1.74 swept. The ratio of 8 says nothing of messages beyond it.
-    loaded = cost_under_load(SWEPT, {12_000: [14.7e-3] * 6, 2_330_000: [29.7e-3] * 6})
+    loaded = learn_cost({12_000: [14.7e-3] * 6, 2_330_000: [29.7e-3] * 6}, 4, SWEPT)
     assert loaded(12_000) == pytest.approx(14.7e-3, rel=0.01)
     assert loaded(2_330_000) == pytest.approx(29.7e-3, rel=0.01)
     # The line through both over the sweep: 13.5 ms + 0.71 T.
@@ -42,8 +42,8 @@ def test_a_delay_and_a_slower_link_are_told_apart(delay_s: float, ratio: float) 
         return delay_s + ratio * SWEPT(size)
 
     sizes = [1_000, 40_000, 300_000, 1_000_000, 4_000_000, 26_000_000]
-    loaded = cost_under_load(
-        SWEPT, {size: [real_s(size) * rng.lognormvariate(0, 0.1) for _ in "12345"] for size in sizes}
+    loaded = learn_cost(
+        {size: [real_s(size) * rng.lognormvariate(0, 0.1) for _ in "12345"] for size in sizes}, 4, SWEPT
     )
     missed = [abs(loaded(size) / real_s(size) - 1) for size in range(1_000, 30_000_000, 250_000)]
     assert mean(missed) < 0.06
@@ -51,15 +51,26 @@ def test_a_delay_and_a_slower_link_are_told_apart(delay_s: float, ratio: float) 
 
 @given(st.floats(0.5, 3.0), st.lists(st.integers(24_000_000, 27_000_000), min_size=1, max_size=4, unique=True))
 def test_messages_all_as_large_say_nothing_of_a_delay(ratio: float, sizes: list[int]) -> None:
-    loaded = cost_under_load(
-        SWEPT, {size: [ratio * SWEPT(size) * wobble for wobble in (0.98, 1, 1.02)] for size in sizes}
+    loaded = learn_cost(
+        {size: [ratio * SWEPT(size) * wobble for wobble in (0.98, 1, 1.02)] for size in sizes}, 4, SWEPT
     )
     assert loaded(1_000) == pytest.approx(ratio * SWEPT(1_000), rel=0.05)
 
 
+@pytest.mark.parametrize("kinds", [1, 2, 6])
+def test_without_a_sweep_a_line_over_the_bytes_is_learnt(kinds: int) -> None:
+    sizes = [2**20, 25 * 2**20, 2**15, 2**22, 2**18, 2**24][:kinds]
+    learnt = learn_cost({size: [1e-3 + 1e-9 * size] * 5 for size in sizes}, 4)
+    for size in sizes:
+        assert learnt(size) == pytest.approx(1e-3 + 1e-9 * size, rel=0.01)
+    # Of one size alone half of its time is taken for a delay, so that neither merging nor cutting looks free.
+    assert learnt(0) == pytest.approx(1e-3 if kinds > 1 else learnt(sizes[0]) / 2, rel=0.05)
+    assert learnt(2**28) > learnt(2**27)
+
+
 def test_one_late_message_does_not_speak_for_all_of_its_size() -> None:
     seen = {size: [SWEPT(size)] * 6 for size in (10_000, 100_000, 1_000_000, 10_000_000)}
-    late = cost_under_load(SWEPT, {**seen, 300_000: [20 * SWEPT(300_000)]})
+    late = learn_cost({**seen, 300_000: [20 * SWEPT(300_000)]}, 4, SWEPT)
     assert all(late(size) < 1.1 * SWEPT(size) for size in (10_000, 100_000, 1_000_000, 10_000_000))
 
 
@@ -68,7 +79,7 @@ def test_a_cost_under_load_never_falls_and_larger_messages_are_never_free(
     curve: list[tuple[int, float]], seen: dict[int, list[float]]
 ) -> None:
     swept = curve_of(curve)
-    loaded = cost_under_load(swept, seen)
+    loaded = learn_cost(seen, 2, swept)
     largest = max(swept.points[-1][0], *seen, 0)
     times = [loaded(size) for size in range(0, 2 * largest, max(1, largest // 100))]
     assert times == sorted(times)
@@ -80,7 +91,7 @@ def test_a_cost_under_load_never_falls_and_larger_messages_are_never_free(
 def test_the_error_it_states_is_that_against_what_was_observed(
     curve: list[tuple[int, float]], seen: dict[int, list[float]]
 ) -> None:
-    loaded = cost_under_load(curve_of(curve), seen)
+    loaded = learn_cost(seen, 2, curve_of(curve))
     if not seen:
         assert "fit" not in loaded.source
         return
@@ -95,5 +106,5 @@ def test_a_network_that_is_slower_throughout_gives_a_cost_that_is(
     curve: list[tuple[int, float]], seen: dict[int, list[float]], factor: float
 ) -> None:
     all_slower = {size: [factor * time for time in some] for size, some in seen.items()}
-    both = cost_under_load(curve_of(curve), seen), cost_under_load(curve_of(curve, factor), all_slower)
+    both = learn_cost(seen, 2, curve_of(curve)), learn_cost(all_slower, 2, curve_of(curve, factor))
     assert all(math.isclose(both[1](size), factor * both[0](size), rel_tol=1e-2) for size, _ in curve)

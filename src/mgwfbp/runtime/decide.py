@@ -1,0 +1,389 @@
+"""Which plan is the fastest: the tuner's script, a generator that asks for steps and is told what came of them.
+
+[Note: how the tuner decides]
+It runs on rank 0 alone; whoever drives it lets all ranks train as it asks and tells it what they observed together. So
+nothing here waits, measures or depends on a clock, and tests drive it in simulated worlds.
+
+1. *Observe* torch's own buckets: when gradients are ready and what messages take. Then buckets of 1 MiB.
+2. *Plan* with that, run the plan, observe its messages, learn the cost anew and plan again, until the plan stays the
+   same: the cost that counts is the one beside a busy backward pass.
+3. *Compare* these plans, the paper's, and buckets of other sizes, torch's own always among them, in turns: every turn
+   goes through all that are left, every second one backwards, so that what drifts, drifts for all alike. A plan is
+   compared with another within turns only. One that is slower beyond doubt (`DROPPED`) takes no more turns.
+4. *Keep* torch's own buckets unless another plan is faster beyond doubt (`CONFIDENCE`, one-sided, of Student's t over
+   turns). The comparison ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
+
+Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
+does not change the forward pass: so the part of a step that goes with its forward pass is taken out of the comparison
+(a regression of logarithms over all steps), unless a plan did change the forward pass after all.
+"""
+
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import NormalDist, fmean, median, stdev
+from typing import Literal
+
+from mgwfbp.cost import PiecewiseCost
+from mgwfbp.plan import MergePlan
+from mgwfbp.planners import find_plan, plan_bucket, planner_of
+from mgwfbp.runtime.learn import AgreedSteps, Gradients, learn_cost, learn_trace
+from mgwfbp.runtime.tuning import Candidate, Comparison
+from mgwfbp.timeline import predict
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["Limits", "Note", "Seen", "Turn", "Verdict", "compare", "decide"]
+
+Note = Literal["settle", "plain", "gradients", "messages"]
+
+# What is noted in the steps of a turn. New buckets are allocated in the first step with them, so it does not count.
+_ALL: tuple[Note, ...] = ("plain", "gradients", "messages")
+OBSERVE: tuple[Note, ...] = ("settle", *_ALL, *_ALL, *_ALL)
+OBSERVE_MESSAGES: tuple[Note, ...] = ("settle", "messages", "messages", "messages")
+GLANCE: tuple[Note, ...] = ("settle", "plain", "plain")
+LOOK: tuple[Note, ...] = ("settle", "plain", "plain", "plain")
+GLANCES = 3  # turns in which all candidates take part, whatever came of them
+MAX_ROUNDS = 3  # of planning
+BUCKET_MIB = (1, 2, 5, 10, 25, 50)
+FAR = 4  # bucket sizes are far from each other where one is so many times the other
+# A plan that is kept is faster than torch's buckets with so much confidence; one that is dropped slower than another;
+# and no more turns are taken where with so much confidence nothing is left to win.
+CONFIDENCE, DROPPED, FUTILE = 0.995, 0.99, 0.95
+# After the glances: slower than the best by more than this is out, whatever the noise.
+HOPELESS = 0.10
+# Less than this is not worth more turns.
+WORTH = 0.005
+# Hooks on gradients slow a host that is busy launching kernels, but not by more than this.
+MOST_SLOWED = 1.5
+# Forward passes that differ by less than this between plans, or by no more than so many standard errors, are the same.
+SAME_FORWARD, ERRORS = 0.005, 3.0
+# A regression takes so many steps, and forward passes that spread by more than this.
+ENOUGH_STEPS, SPREAD = 10, 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Steps to be run: with which messages, and what to note of each."""
+
+    plan: MergePlan
+    notes: tuple[Note, ...]
+    doing: str  # in words
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What came of a turn, over all ranks, by what was noted."""
+
+    plain: AgreedSteps | None = None
+    gradients: AgreedSteps | None = None
+    messages: AgreedSteps | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be spent on comparing."""
+
+    turns: int = 60
+    steps: int = 800
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was decided, and why."""
+
+    candidates: tuple[Candidate, ...]  # the chosen one first
+    comparison: Comparison
+    trace: ModelTrace
+    cost: PiecewiseCost
+    exposed_s: float  # with the chosen plan
+
+
+@dataclass(slots=True)
+class _Known:
+    """What has been learnt so far."""
+
+    gradients: Gradients
+    workers: int
+    trace: ModelTrace | None = None
+    messages_s: dict[int, list[float]] = field(default_factory=dict)
+
+    def learn(self, plan: MergePlan, seen: Seen) -> None:
+        if seen.messages is not None:
+            sizes = self.gradients.sizes_of(plan)
+            for taken_s in seen.messages.message_s:
+                for size, seconds in zip(sizes, taken_s, strict=True):
+                    self.messages_s.setdefault(size, []).append(seconds)
+        if seen.gradients is not None and seen.plain is not None:
+            slowed = median(seen.gradients.length_s) / max(median(seen.plain.length_s), 1e-12)
+            trace = learn_trace(seen.gradients, self.gradients)
+            self.trace = trace.scaled(1 / min(MOST_SLOWED, max(1.0, slowed)))
+
+    @property
+    def cost(self) -> PiecewiseCost:
+        return learn_cost(self.messages_s, self.workers)
+
+
+def decide(
+    gradients: Gradients,
+    workers: int,
+    default: MergePlan,
+    allowed: Callable[[MergePlan], MergePlan],
+    limits: Limits = Limits(),  # noqa: B008 - it is frozen
+) -> Generator[Turn, Seen, Verdict]:
+    """Find the fastest plan; see [Note: how the tuner decides].
+
+    Args:
+        gradients: what a step sends.
+        workers: how many ranks there are.
+        default: torch's own buckets.
+        allowed: turns a planner's plan into one that the Reducer can hold (one dtype and device a message).
+        limits: how much may be spent.
+    """
+    known = _Known(gradients, workers)
+    known.learn(default, (yield Turn(default, OBSERVE, "observing torch's own buckets")))
+    assert known.trace is not None  # noqa: S101 - gradients were noted
+    tried = {default.groups: ("ddp", default)}
+    one_mib = allowed(_buckets(known.trace, known.cost, 1))
+    if one_mib.groups not in tried:
+        tried[one_mib.groups] = ("bucket-1", one_mib)
+        known.learn(one_mib, (yield Turn(one_mib, OBSERVE_MESSAGES, "observing buckets of 1 MiB")))
+    for number in range(1, MAX_ROUNDS + 1):
+        plan = allowed(find_plan(known.trace, known.cost))
+        if plan.groups in tried:
+            break
+        tried[plan.groups] = (f"optimal {number}", plan)
+        known.learn(plan, (yield Turn(plan, OBSERVE, f"observing plan {number}")))
+    candidates = _candidates(tried, known, allowed)
+    candidates, comparison = yield from compare(candidates, limits)
+    chosen = candidates[0]
+    seen = yield Turn(chosen.plan, OBSERVE, f"observing {chosen.name}")
+    known.learn(chosen.plan, seen)
+    cost = known.cost
+    assert seen.gradients is not None  # noqa: S101 - they were noted
+    chosen = replace(chosen, predicted_s=predict(known.trace, cost, chosen.plan).iteration_s)
+    exposed_s = median(seen.plain.exposed_s) if seen.plain else 0.0
+    return Verdict((chosen, *candidates[1:]), comparison, known.trace, cost, exposed_s)
+
+
+def _buckets(trace: ModelTrace, cost: PiecewiseCost, mib: float) -> MergePlan:
+    size_bytes = int(mib * 2**20)
+    planner = partial(plan_bucket, first_bucket_bytes=size_bytes, bucket_bytes=size_bytes)
+    return find_plan(trace, cost, planner)
+
+
+def _candidates(
+    tried: Mapping[tuple[tuple[str, ...], ...], tuple[str, MergePlan]],
+    known: _Known,
+    allowed: Callable[[MergePlan], MergePlan],
+) -> list[Candidate]:
+    """Return what shall be compared: each partition once, torch's own buckets first."""
+    trace, cost = known.trace, known.cost
+    assert trace is not None  # noqa: S101 - it has been learnt
+    found = dict(tried)
+    for name in ("optimal", "mgwfbp"):
+        plan = allowed(find_plan(trace, cost, planner_of(name)))
+        found.setdefault(plan.groups, (name, plan))
+    buckets, predicted_s = {}, {}
+    for mib in BUCKET_MIB:
+        plan = allowed(_buckets(trace, cost, mib))
+        if plan.groups not in found:
+            buckets[mib], predicted_s[mib] = plan, predict(trace, cost, plan).iteration_s
+    for mib in two_sizes(predicted_s):
+        found.setdefault(buckets[mib].groups, (f"bucket-{mib}", buckets[mib]))
+    return [Candidate(name, plan, predict(trace, cost, plan).iteration_s) for name, plan in found.values()]
+
+
+def two_sizes(predicted_s: Mapping[int, float]) -> list[int]:
+    """Return the bucket size that is predicted to be the fastest, and the fastest of those far from it.
+
+    Two neighbours would be right or wrong together: where the model errs, a size far away may not.
+
+    >>> two_sizes({1: 4.0, 2: 3.5, 5: 2.0, 10: 2.1, 25: 3.0})
+    [5, 25]
+    """
+    ranked = sorted(predicted_s, key=lambda size: (predicted_s[size], size))
+    far = [size for size in ranked[1:] if max(size, ranked[0]) >= FAR * min(size, ranked[0])]
+    return [*ranked[:1], *(far or ranked[1:])[:1]]
+
+
+def compare(
+    candidates: Sequence[Candidate], limits: Limits
+) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
+    """Run candidates in turns until the fastest is known; the first of them is kept unless another is beyond doubt.
+
+    Returns them with their steps, the chosen one first and the others by their speed, and how sure it is.
+    """
+    race = _Race(candidates)
+    spent, left = 0, list(range(len(candidates)))
+    while len(left) > 1 and race.turns < limits.turns and spent < limits.steps:
+        notes = GLANCE if race.turns < GLANCES else LOOK
+        seen: dict[int, AgreedSteps] = {}
+        for place in left if race.turns % 2 == 0 else reversed(left):
+            result = yield Turn(candidates[place].plan, notes, f"comparing {len(left)} plans, turn {race.turns + 1}")
+            assert result.plain is not None  # noqa: S101 - plain steps were asked for
+            seen[place] = result.plain
+            spent += len(notes)
+        race.add(seen)
+        left = race.still_open(left)
+    return race.result()
+
+
+class _Race:
+    """Steps of several plans, turn by turn."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+        self._turns: list[dict[int, AgreedSteps]] = []
+        self._slope = 0.0  # of a step's logarithm over its forward pass's
+
+    @property
+    def turns(self) -> int:
+        return len(self._turns)
+
+    def add(self, seen: Mapping[int, AgreedSteps]) -> None:
+        self._turns.append(dict(seen))
+        self._slope = self._find_slope()
+
+    def still_open(self, left: Sequence[int]) -> list[int]:
+        """Return the plans that shall take another turn, torch's own among them; none where all is decided."""
+        if self.turns < GLANCES:
+            return list(left)
+        best = self._best(left)
+        others = [place for place in left if place != best and not self._is_slower(place, best)]
+        kept = sorted({0, best, *others})
+        is_sure = best == 0 or self._gain(best).low > 0 or self._difference(0, best, FUTILE).high < WORTH
+        none_is_better = all(self._difference(place, best, FUTILE).low > -WORTH for place in others)
+        if is_sure and none_is_better and self.turns > GLANCES:
+            return []
+        return kept if len(kept) > 1 else []
+
+    def result(self) -> tuple[list[Candidate], Comparison]:
+        everyone = range(len(self._candidates))
+        measured = [self._measured(place) for place in everyone]
+        if not self._turns:
+            return measured, Comparison(0, CONFIDENCE, "", 0.0, 0.0, 0.0, is_sure=False)
+        last = [place for place in self._turns[-1] if place] or everyone[1:]
+        rival = self._best(last)
+        gain = self._gain(rival)
+        is_sure = gain.low > 0
+        chosen = rival if is_sure else 0
+        others = sorted((measured[place] for place in everyone if place != chosen), key=lambda one: one.step_s)
+        bounds = (gain.middle, gain.low, gain.high)
+        return [measured[chosen], *others], Comparison(
+            self.turns, CONFIDENCE, measured[rival].name, *bounds, is_sure=is_sure
+        )
+
+    def _measured(self, place: int) -> Candidate:
+        steps_s = tuple(step for turn in self._turns if place in turn for step in turn[place].length_s)
+        return replace(self._candidates[place], steps_s=steps_s, step_s=median(steps_s) if steps_s else math.inf)
+
+    def _best(self, places: Iterable[int]) -> int:
+        """Return the plan that is fastest against torch's own."""
+        return min(places, key=lambda place: self._difference(place, 0).middle)
+
+    def _is_slower(self, place: int, best: int) -> bool:
+        difference = self._difference(place, best, confidence=DROPPED)
+        return difference.low > 0 or (difference.middle > HOPELESS and min(self._paired(place, best)) > HOPELESS / 2)
+
+    def _gain(self, place: int) -> "_Interval":
+        """Return what a plan gains against torch's own, as a part of the step."""
+        return self._difference(0, place)
+
+    def _difference(self, place: int, other: int, confidence: float = CONFIDENCE) -> "_Interval":
+        """Return by which part a plan's step is longer than another's."""
+        return _interval(self._paired(place, other), confidence)
+
+    def _paired(self, place: int, other: int) -> list[float]:
+        return [
+            _level(turn[place], self._slope) - _level(turn[other], self._slope)
+            for turn in self._turns
+            if place in turn and other in turn
+        ]
+
+    def _find_slope(self) -> float:
+        """Return how a step goes with its forward pass: 1 where it is as many times as long, 0 where it does not."""
+        by_plan: dict[int, list[AgreedSteps]] = {}
+        for turn in self._turns:
+            for place, steps in turn.items():
+                by_plan.setdefault(place, []).append(steps)
+        if any(length <= 0 for some in by_plan.values() for steps in some for length in steps.forward_s):
+            return 0.0
+        products, squares, count = 0.0, 0.0, 0
+        for some in by_plan.values():
+            lengths = [math.log(length) for steps in some for length in steps.length_s]
+            forwards = [math.log(length) for steps in some for length in steps.forward_s]
+            middle, forward_middle = fmean(lengths), fmean(forwards)
+            for length, forward in zip(lengths, forwards, strict=True):
+                products += (length - middle) * (forward - forward_middle)
+                squares += (forward - forward_middle) ** 2
+                count += 1
+        if count < ENOUGH_STEPS or squares < count * SPREAD**2 or self._change_forward(by_plan):
+            return 0.0
+        return min(1.0, max(0.0, products / squares))
+
+    def _change_forward(self, by_plan: Mapping[int, Sequence[AgreedSteps]]) -> bool:
+        """Say whether forward passes are longer with some plan than with torch's own buckets, beyond noise."""
+        for place in by_plan:
+            pairs = [turn for turn in self._turns if place in turn and 0 in turn]
+            differences = [_forward_level(turn[place]) - _forward_level(turn[0]) for turn in pairs]
+            if place and len(differences) >= 3:
+                error = stdev(differences) / math.sqrt(len(differences))
+                if abs(fmean(differences)) > max(SAME_FORWARD, ERRORS * error):
+                    return True
+        return False
+
+
+def _level(steps: AgreedSteps, slope: float) -> float:
+    """Return the logarithm of a turn's step, without what goes with its forward pass.
+
+    Of few steps the median, which one that was held up does not move.
+    """
+    return median(
+        math.log(max(length_s, 1e-12)) - (slope * math.log(forward_s) if slope else 0.0)
+        for length_s, forward_s in zip(steps.length_s, steps.forward_s, strict=True)
+    )
+
+
+def _forward_level(steps: AgreedSteps) -> float:
+    return median(math.log(forward_s) for forward_s in steps.forward_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    middle: float
+    low: float
+    high: float
+
+
+def _interval(values: Sequence[float], confidence: float) -> _Interval:
+    """Return the trimmed mean, and what it is above, and below, with so much confidence each.
+
+    A fifth of the turns at either end does not count (Yuen's interval): slow spells make long tails.
+    """
+    if not values:
+        return _Interval(0.0, -math.inf, math.inf)
+    ranked, cut = sorted(values), len(values) // 5
+    inner = ranked[cut : len(ranked) - cut]
+    mean = fmean(inner)
+    if len(values) < 3:
+        return _Interval(mean, -math.inf, math.inf)
+    winsorized = [inner[0]] * cut + inner + [inner[-1]] * cut
+    error = stdev(winsorized) * math.sqrt(len(values) - 1) / math.sqrt(len(inner) * (len(inner) - 1))
+    half = t_quantile(confidence, len(inner) - 1) * error
+    return _Interval(mean, mean - half, mean + half)
+
+
+def t_quantile(confidence: float, freedom: int) -> float:
+    """Return the quantile of Student's t, by the expansion of Cornish and Fisher; within 4 % from 3 degrees on.
+
+    >>> [round(t_quantile(0.995, freedom), 2) for freedom in (4, 10, 30)]  # tables: 4.60, 3.17, 2.75
+    [4.56, 3.17, 2.75]
+    """
+    z = NormalDist().inv_cdf(confidence)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))

@@ -1,0 +1,30 @@
+"""Which models are not tuned while they train, and why: `unfit_for_tuning`."""
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from mgwfbp.runtime.reducer import ReducerHandle
+
+__all__ = ["unfit_for_tuning"]
+
+# Where torch keeps the hooks that treat every bucket alike.
+STATELESS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
+
+def unfit_for_tuning(ddp: DistributedDataParallel, reducer: ReducerHandle) -> str:
+    """Say why a model's buckets must not be changed during training; empty where they may."""
+    model: Any = ddp
+    if getattr(model, "_require_manual_backward_finalization", False):  # torch 2.15
+        return "the end of a backward pass is finalized by hand"
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        return "messages without a used gradient are skipped (skip_all_reduce_unused_params)"
+    for hook, _ in model._comm_hooks:
+        name = getattr(hook, "__qualname__", repr(hook))
+        if getattr(hook, "__module__", "") != STATELESS_HOOKS or "<locals>" in name:  # a wrapper of any other
+            return f"the communication hook {name} may keep state per bucket"
+    if len({parameter.device for parameter in reducer.parameters}) > 1:
+        return "the model is on several devices, which no one clock can time"
+    if model.is_compiled:
+        return "the model is compiled, and every change of buckets would compile it again"
+    return reducer.cannot_change

@@ -1,0 +1,268 @@
+"""What observed steps say of a model and its network: records of all ranks in, a trace and a cost out.
+
+Used alike by the tuner, by ``observe()`` and by ``mgwfbp bench``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean, median
+from typing import Any, Self
+
+import numpy as np
+import torch.distributed as dist
+
+from mgwfbp.cost import PiecewiseCost
+from mgwfbp.fitting import SHORTEST_S, fit_quality, nearest_line, never_falling
+from mgwfbp.measure.agreement import reduce_values
+from mgwfbp.plan import MergePlan
+from mgwfbp.runtime.observe import ObservedStep
+from mgwfbp.timeline import Span, Timeline
+from mgwfbp.trace import ModelTrace, layers_of
+
+__all__ = [
+    "AgreedSteps",
+    "Gradients",
+    "agree_on_steps",
+    "learn_cost",
+    "learn_trace",
+    "sends",
+    "timeline_of",
+    "trace_of",
+]
+
+# No message is taken to cost less than this part of what the sweep says: then the observation is wrong.
+LEAST = 0.2
+# What a delay is worth in relative errors of messages: where these cannot tell a delay from a slower link (all about as
+# large), it is a slower link, if there is a sweep that says what small messages take.
+DELAY_PENALTY = 0.5
+# Without a sweep, and with messages of one size only, this part of their time is taken for a delay.
+DELAY_SHARE = 0.5
+# How far an observation reaches, to sizes smaller or larger by about this factor, and how many observations it takes to
+# be believed rather than the line through all of them.
+REACH, BELIEVED = 2.0, 3.0
+# Larger messages than were swept or observed go on at the same slope, to a point at so many times the largest.
+BEYOND = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients that a Reducer sends, by the place that an `ObservedStep` knows them by."""
+
+    model: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes
+
+    @property
+    def size_of(self) -> dict[str, int]:
+        """Bytes by name."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def sizes_of(self, plan: MergePlan) -> list[int]:
+        """Return the bytes of each message of a plan."""
+        size_of = self.size_of
+        return [sum(size_of[name] for name in group) for group in plan.groups]
+
+    def ready_s(self, step: ObservedStep) -> list[float]:
+        """Return when each gradient was ready, by place; one that never came had nothing to wait for."""
+        return [max(step.forward_s, step.ready_s.get(place, step.forward_s)) for place in range(len(self.names))]
+
+
+def sends(step: ObservedStep, sizes: Sequence[int]) -> bool:
+    """Say whether a step's messages are these."""
+    return [message.num_bytes for message in step.messages] == list(sizes)
+
+
+def timeline_of(step: ObservedStep, gradients: Gradients, plan: MergePlan, workers: int) -> Timeline:
+    """Lay out what was observed of one step, as `predict` lays out what is expected."""
+    size_of = gradients.size_of
+    in_order = sorted(zip(gradients.names, gradients.ready_s(step), strict=True), key=lambda moment: moment[1])
+    backward, start_s = [], step.forward_s
+    for name, end_s in in_order:
+        backward.append(Span((name,), size_of[name], start_s, start_s, end_s))
+        start_s = end_s
+    messages = [
+        Span(group, message.num_bytes, message.ready_s, message.start_s, message.end_s)
+        for group, message in zip(plan.groups, step.messages, strict=True)
+    ]
+    forward = Span((), 0, 0.0, 0.0, step.forward_s)
+    return Timeline(plan.model, plan.planner, workers, forward, tuple(backward), tuple(messages))
+
+
+def trace_of(steps: Sequence[ObservedStep], gradients: Gradients) -> ModelTrace:
+    """Return when each gradient was ready on this rank, the median over steps."""
+    by_step = [gradients.ready_s(step) for step in steps]
+    return _trace(gradients, [step.forward_s for step in steps], by_step, {})
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedSteps:
+    """What all ranks observed of some steps; the same on every rank, step by step."""
+
+    forward_s: tuple[float, ...]  # of the slowest rank
+    compute_s: tuple[float, ...]  # of the slowest rank: until its backward pass had ended
+    mean_compute_s: tuple[float, ...]  # over ranks
+    length_s: tuple[float, ...]  # of the slowest rank: until all gradients were averaged
+    exposed_s: tuple[float, ...]  # of the rank that computed longest: the others also wait for it
+    ready_s: tuple[tuple[float, ...], ...]  # of each gradient, on the last rank; empty where not noted
+    message_s: tuple[tuple[float, ...], ...]  # of each message; empty where not noted
+
+    def only(self, places: Sequence[int]) -> Self:
+        """Return some of the steps."""
+
+        def some(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[place] for place in places) if values else ()
+
+        return type(self)(**{one.name: some(getattr(self, one.name)) for one in fields(self)})
+
+
+def agree_on_steps(
+    steps: Sequence[ObservedStep],
+    gradients: Gradients,
+    sizes: Sequence[int],
+    *,
+    noted_gradients: bool,
+    noted_messages: bool,
+    group: dist.ProcessGroup | None = None,
+) -> AgreedSteps:
+    """Combine what every rank observed of the same steps. All ranks must call it, with as many steps.
+
+    ``sizes`` are the messages of the plan in force. A rank that is ready early also waits for the others, so of a
+    message that some rank sent as soon as it was ready the shortest time counts. Of one that was queued behind another
+    on every rank the times differ only by when each rank was told of an arrival; they add up to the same on every rank,
+    and the mean counts.
+    """
+    ready = [gradients.ready_s(step) for step in steps] if noted_gradients else []
+    taken, queued = [], []
+    for step in steps if noted_messages else ():
+        taken += [message.end_s - message.start_s for message in step.messages]
+        queued += [float(message.start_s > message.ready_s) for message in step.messages]
+    count, num_messages = len(steps), len(sizes)
+    highest = iter(
+        reduce_values(
+            [
+                *(step.forward_s for step in steps),
+                *(step.compute_s for step in steps),
+                *(step.end_s for step in steps),
+                *(-step.exposed_s for step in steps),
+                *(moment for one in ready for moment in one),
+                *(-seconds for seconds in taken),
+                *(-flag for flag in queued),
+            ],
+            "max",
+            group,
+        )
+    )
+    world = dist.get_world_size(group)
+    totals = iter(reduce_values([*(step.compute_s for step in steps), *taken], "sum", group))
+
+    def next_of(values: Any, number: int) -> tuple[float, ...]:
+        return tuple(next(values) for _ in range(number))
+
+    forward_s, compute_s, length_s, exposed_s = (next_of(highest, count) for _ in range(4))
+    ready_s = tuple(next_of(highest, len(gradients.names)) for _ in ready)
+    shortest_s, all_queued = next_of(highest, len(taken)), next_of(highest, len(taken))
+    mean_compute_s = tuple(total / world for total in next_of(totals, count))
+    mean_s = [total / world for total in next_of(totals, len(taken))]
+    agreed = [
+        mean if -is_queued else -shortest
+        for mean, shortest, is_queued in zip(mean_s, shortest_s, all_queued, strict=True)
+    ]
+    return AgreedSteps(
+        forward_s=forward_s,
+        compute_s=compute_s,
+        mean_compute_s=mean_compute_s,
+        length_s=length_s,
+        exposed_s=tuple(max(0.0, -value) for value in exposed_s),
+        ready_s=ready_s,
+        message_s=tuple(tuple(agreed[first : first + num_messages]) for first in range(0, len(agreed), num_messages)),
+    )
+
+
+def learn_trace(steps: AgreedSteps, gradients: Gradients, source: Mapping[str, Any] | None = None) -> ModelTrace:
+    """Return when each gradient was ready on whichever rank was the last with it, the median over steps."""
+    return _trace(gradients, steps.forward_s, steps.ready_s, source or {})
+
+
+def _trace(
+    gradients: Gradients, forward_s: Sequence[float], by_step: Sequence[Sequence[float]], source: Mapping[str, Any]
+) -> ModelTrace:
+    middle_s = median(forward_s)
+    ready_s = [median(moments) for moments in zip(*by_step, strict=True)]
+    # Equal moments keep the order of the first step.
+    order = sorted(range(len(gradients.names)), key=lambda place: (ready_s[place], by_step[0][place]))
+    moments = [(gradients.names[place], ready_s[place], gradients.sizes[place]) for place in order]
+    about = {"measured": "observed in training", "steps": len(by_step), **source}
+    return ModelTrace(gradients.model, middle_s, layers_of(moments, middle_s), about)
+
+
+def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: PiecewiseCost | None = None) -> PiecewiseCost:
+    r"""Return what messages cost beside a running backward pass, from what they took there.
+
+    ``seen`` holds, by bytes, the seconds of all messages of that size. Beside a backward pass a message waits for room
+    on the processor, whatever its size, and its bytes go at some rate. So to the medians :math:`t_i` of the sizes
+    :math:`m_i`, each seen :math:`n_i` times, a line is fitted, `nearest_line`, over the cost T that was ``swept`` on an
+    idle machine, or over the bytes where there is none:
+
+    .. math:: B(M) = d + \rho\, T(M)
+
+    with a delay d and a ratio :math:`\rho`. What the sizes differ from it is kept near them, as a mean of logarithms:
+
+    .. math:: \ln\frac{C(M)}{B(M)} = \frac{\sum_i w_i \ln(t_i / B(m_i))}{n_0 + \sum_i w_i}, \qquad
+              w_i = n_i \exp\!\Big(-\frac{\ln^2(M/m_i)}{2 \ln^2 2}\Big)
+
+    with :math:`n_0` `BELIEVED`: one late message must not speak for all of its size. The result is the nearest to that
+    which never falls. ``source["under_load"]`` holds the observed medians, ``source["fit"]`` how far the result is from
+    them.
+
+    >>> swept = PiecewiseCost(2, ((0, 1.0), (1000, 2.0), (10**6, 1001.0)))
+    >>> learnt = learn_cost({0: [11.0] * 9, 1000: [12.0] * 8 + [60.0], 10**6: [1011.0] * 9}, 2, swept)
+    >>> [round(learnt(size), 6) for size in (0, 1000, 10**5, 10**6)]  # 10 s more, whatever the size
+    [11.0, 12.0, 111.0, 1011.0]
+    """
+    shape = swept or PiecewiseCost(workers, ((0, 0.0), (10**9, 1.0)))  # a byte each nanosecond
+    sizes = sorted(size for size, times in seen.items() if times and (swept is None or swept(size) > 0))
+    if not sizes:
+        if swept is None:
+            raise ValueError("no message was seen, and none swept: nothing is known of the network")
+        return swept
+    shape_s = np.array([shape(size) for size in sizes])
+    least_s = np.maximum(LEAST * shape_s if swept else 0.0, SHORTEST_S)
+    observed_s = np.maximum([median(seen[size]) for size in sizes], least_s)
+    counts = np.array([float(len(seen[size])) for size in sizes])
+    delay_s, ratio = _line(shape_s, observed_s, counts, is_swept=swept is not None)
+    grid = _grid(shape, sizes, is_swept=swept is not None)
+    line_s = delay_s + ratio * np.array([shape(size) for size in grid])
+    # From each size of the grid (rows) to each that was observed.
+    distances = np.log(np.maximum(1, grid)[:, np.newaxis] / np.maximum(1, sizes)) / math.log(REACH)
+    weights = counts * np.exp(-(distances**2) / 2)
+    missed = np.log(observed_s / (delay_s + ratio * shape_s))
+    corrections = (weights @ missed) / (BELIEVED + weights.sum(axis=1))
+    times_s = never_falling(np.maximum(line_s * np.exp(corrections), SHORTEST_S), BELIEVED + weights.sum(axis=1))
+    largest, largest_s = grid[-1], float(times_s[-1])
+    beyond = (BEYOND * largest, largest_s + ratio * (shape(BEYOND * largest) - shape(largest)))
+    cost = PiecewiseCost(workers, (*zip(grid, times_s.tolist(), strict=True), beyond))
+    observed = observed_s.tolist()
+    source = {"under_load": list(zip(sizes, observed, strict=True)), "fit": fit_quality(cost, sizes, observed)}
+    return replace(cost, source={**(swept.source if swept else {"measured": "observed in training"}), **source})
+
+
+def _line(shape_s: Any, observed_s: Any, counts: Any, *, is_swept: bool) -> tuple[float, float]:
+    """Return the delay and the ratio of the line over the shape that is nearest to what was observed."""
+    if is_swept:
+        delay_s, ratio = nearest_line(shape_s, observed_s, counts, height_penalty=DELAY_PENALTY)
+        return delay_s, max(LEAST, ratio)
+    if max(shape_s) < REACH * max(min(shape_s), 1e-9):  # about one size
+        taken_s, size_s = fmean(observed_s), fmean(shape_s)
+        return DELAY_SHARE * taken_s, (1 - DELAY_SHARE) * taken_s / max(size_s, 1e-9)
+    delay_s, ratio = nearest_line(shape_s, observed_s, counts)
+    # Bytes are never free, or the largest message would be the best; at least what the largest took by the byte.
+    return delay_s, ratio or LEAST * float(observed_s[-1] / shape_s[-1])
+
+
+def _grid(shape: PiecewiseCost, sizes: Sequence[int], *, is_swept: bool) -> list[int]:
+    """Return the sizes of the result's points: those of the sweep, those observed, and enough between them."""
+    swept = [size for size, _ in shape.points] if is_swept else [0]
+    first, last = max(4, swept[0]), max(*swept, *sizes, 8)
+    doublings = {first << shift for shift in range((last // first).bit_length())}
+    return sorted({*swept, *doublings, *sizes})

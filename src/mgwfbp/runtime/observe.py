@@ -1,0 +1,208 @@
+"""What happens in the steps of a model that trains: `Observer` notes it, `ObservedStep` says it."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mgwfbp.measure.clock import Clock, Moment
+from mgwfbp.measure.hooks import GradientHooks
+from mgwfbp.runtime.reducer import ReducerHandle, when_backward_has_ended
+
+__all__ = ["ObservedMessage", "ObservedStep", "Observer", "weakly"]
+
+# How long a message that the Reducer has waited for may take to tell us so.
+LATE_S = 1.0
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method as long as its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*arguments)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedMessage:
+    """A message of one step; times from the start of the step."""
+
+    num_bytes: int
+    ready_s: float  # when the Reducer asked for it
+    start_s: float  # when the one before it had arrived too
+    end_s: float  # when it had arrived
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """One step whose gradients were averaged; times from the start of its last forward pass."""
+
+    forward_s: float  # end of that forward pass
+    compute_s: float  # end of the backward pass
+    end_s: float  # all gradients are averaged
+    ready_s: dict[int, float]  # by place of the parameter; empty where gradients were not noted
+    messages: tuple[ObservedMessage, ...]  # empty where messages were not noted
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that no computation hides."""
+        return self.end_s - self.compute_s
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message of which only moments are known."""
+
+    num_bytes: int
+    asked: Moment
+    arrived: Moment | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step of which only moments are known, from its last forward pass on."""
+
+    start: Moment
+    forward_end: Moment | None = None
+    compute_end: Moment | None = None
+    end: Moment | None = None
+    gradients: dict[int, Moment] = field(default_factory=dict)
+    messages: list[_Sent] = field(default_factory=list)
+
+
+class Observer:
+    """Notes what happens in a model's steps, and calls ``on_step`` at the end of each, inside ``backward()``.
+
+    [Note: a step]
+    A step is a reduction: the Reducer has asked for its messages and finished. What the Reducer sends, it sends on all
+    ranks alike, or they would wait for one another for ever; so all ranks count the same steps, whatever else each of
+    them does: forward passes without a backward pass, losses that do not come from what the model returned, several
+    backward passes for one reduction, passes under ``no_sync``. ``on_step`` is therefore called on every rank after
+    the same reduction, and there, and only there, ranks may talk to one another and change buckets.
+
+    The step begins with the last forward pass before the reduction. Where several models end a reduction in one
+    backward pass, they are called in the order in which they were wrapped, on every rank.
+    """
+
+    _ended: ClassVar[list["Observer"]] = []  # those whose reduction has ended in the backward pass under way
+    _numbers: ClassVar[Iterator[int]] = count()
+
+    def __init__(self, reducer: ReducerHandle, clock: Clock, on_step: Callable[[], object] = lambda: None) -> None:
+        self._reducer, self._clock, self._on_step = reducer, clock, on_step
+        self._notes_messages = False
+        self._hooks: GradientHooks | None = None
+        self._current: _Step | None = None
+        self._is_in_backward = False
+        self._has_sent = False  # in the reduction under way
+        self._steps: list[_Step] = []
+        self._number = next(self._numbers)
+        reducer.listen(weakly(self._message_is_asked_for))
+
+    def note(self, *, gradients: bool = False, messages: bool = False) -> None:
+        """Say what is noted of the next steps besides their length: when gradients are ready, what messages take."""
+        self._notes_messages = messages
+        if gradients and self._hooks is None:
+            self._hooks = GradientHooks(self._reducer.parameters, weakly(self._gradient_is_ready))
+        elif not gradients and self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+
+    def stop(self) -> None:
+        """Take everything off the model."""
+        self.note()
+        self._reducer.listen(None)
+        self._current = None
+
+    def take(self) -> list[ObservedStep]:
+        """Return the steps that ended since the last call, in seconds; waits until their messages have arrived."""
+        until_s = time.monotonic() + LATE_S
+        while any(sent.arrived is None for step in self._steps for sent in step.messages):
+            if time.monotonic() > until_s:
+                break
+            time.sleep(1e-4)
+        self._clock.wait()
+        observed = [self._observed(step) for step in self._steps]
+        self._steps = []
+        self._clock.forget()
+        return observed
+
+    def _observed(self, step: _Step) -> ObservedStep:
+        def since_start(moment: Moment) -> float:
+            return max(0.0, self._clock.between_s(step.start, moment))
+
+        messages: list[ObservedMessage] = []
+        if all(sent.arrived is not None for sent in step.messages):
+            for sent in step.messages:
+                ready_s, end_s = since_start(sent.asked), since_start(sent.arrived)
+                link_free_s = messages[-1].end_s if messages else 0.0
+                # A message that overtakes the one before it (gloo has two threads) is taken to arrive with it.
+                end_s = max(ready_s, link_free_s, end_s)
+                messages.append(ObservedMessage(sent.num_bytes, ready_s, max(ready_s, link_free_s), end_s))
+        end_s = since_start(step.end)
+        compute_s = end_s if step.compute_end is None else min(since_start(step.compute_end), end_s)
+        # A backward pass inside of the forward pass ends before that does.
+        forward_s = 0.0 if step.forward_end is None else min(since_start(step.forward_end), compute_s)
+        ready_s_of = {place: min(since_start(moment), end_s) for place, moment in step.gradients.items()}
+        return ObservedStep(forward_s, compute_s, end_s, ready_s_of, tuple(messages))
+
+    def before_forward(self) -> None:
+        """Note that a forward pass of training begins."""
+        if not self._has_sent:  # else it is inside of a reduction that takes several backward passes
+            self._current = _Step(self._clock.now())
+            self._is_in_backward = False  # of one that failed
+
+    def after_forward(self) -> None:
+        """Note that it has ended."""
+        if self._current is not None and self._current.forward_end is None:
+            self._current.forward_end = self._clock.now()
+
+    def _gradient_is_ready(self, place: int, _: Tensor) -> None:
+        if self._current is not None:
+            self._current.gradients[place] = self._clock.now()
+
+    def _message_is_asked_for(self, message: Tensor) -> Callable[[Any], None] | None:
+        self._has_sent = True
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            when_backward_has_ended(weakly(self._backward_ends), weakly(self._backward_has_ended))
+        step = self._current
+        # Which parameters were used is said in whole numbers, and is no message of gradients.
+        if step is None or not self._notes_messages or not message.is_floating_point():
+            return None
+        sent = _Sent(message.nbytes, self._clock.now())
+        step.messages.append(sent)
+
+        def note(moment: Moment) -> None:
+            sent.arrived = moment
+
+        return lambda future: self._clock.when_arrived(future, note)
+
+    def _backward_ends(self) -> None:
+        if self._current is not None:
+            self._current.compute_end = self._clock.now()
+
+    def _backward_has_ended(self) -> None:
+        self._is_in_backward = False
+        if not self._reducer.has_finished:  # another backward pass brings the other gradients
+            return
+        step, self._current, self._has_sent = self._current or _Step(self._clock.now()), None, False
+        step.end = self._clock.now()
+        self._steps.append(step)
+        if not self._ended:
+            when_backward_has_ended(lambda: None, self._tell)
+        self._ended.append(self)
+
+    @classmethod
+    def _tell(cls) -> None:
+        """Call those whose reduction has ended, in the order in which they were made."""
+        ended = sorted(cls._ended, key=lambda observer: observer._number)
+        cls._ended.clear()
+        for observer in ended:
+            observer._on_step()

@@ -1,0 +1,505 @@
+"""A handle on the Reducer of a DDP model, and what this torch lacks for it: the private names of torch's DDP are here.
+
+[Note: how the Reducer gets its buckets]
+Torch's Reducer gets its buckets twice. Its constructor takes them as lists of parameter indices, in the order in which
+they are sent, of any dtype, device or order. After the first step it makes new ones, once, from the order in which
+gradients were ready, and takes what rank 0 broadcasts as the final word. (Never with ``find_unused_parameters`` alone.)
+So there are two ways to give it others:
+
+- **In place.** It is told to forget that it has made new buckets, and asked for them at once, while a process group
+  that only answers from a script stands in for the real one and "broadcasts" ours. Nothing is sent; old buckets are
+  freed before new ones are made; hooks, statistics and what a static graph has learnt stay; torch does not ask again.
+- **A new Reducer**, whose constructor gets ours: where it never makes new ones (``find_unused_parameters``), where a
+  communication hook is registered (the Reducer remembers which parameters it showed a hook for each bucket, and would
+  show the old ones), and before the first step of a static graph (whose buckets are sent under one index, so that it
+  would remember nonsense). The latter gets ours in place when its second step begins.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mgwfbp.errors import PlanError
+
+__all__ = [
+    "Buckets",
+    "Listener",
+    "Parameters",
+    "ReducerHandle",
+    "cannot_hold",
+    "collectives_of",
+    "missing",
+    "store_of",
+    "uncompiled",
+    "when_backward_has_ended",
+]
+
+Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
+# Told each message before it is sent; returns what shall be called with its future, if anything.
+Listener = Callable[[Tensor], Callable[[Any], None] | None]
+
+# What is used here, by owner. Newer settings are looked for where they are used.
+_NEEDED = {
+    "DistributedDataParallel": (
+        "_build_params_for_reducer",
+        "_ddp_init_helper",
+        "_pre_forward",
+        "_post_forward",
+        "_register_builtin_comm_hook",
+        "_set_ddp_runtime_logging_sample_rate",
+    ),
+    "Reducer": (
+        "_check_reducer_finalized",
+        "_get_zeros_like_grad_buckets",
+        "_push_all_rebuilt_params",
+        "_rebuild_buckets",
+        "_remove_autograd_hooks",
+        "_reset_state",
+        "_update_process_group",
+    ),
+    "Logger": ("_set_comm_hook_name", "_set_static_graph"),
+    "GradBucket": ("parameters",),
+    "torch.distributed": ("ProcessGroup", "_register_comm_hook"),
+    "torch.autograd.Variable": ("_execution_engine",),
+    "torch._C._distributed_c10d": ("_create_work_from_future",),
+}
+
+# Looked up, not named: on a torch without them this module can still say what is missing.
+_c10d: Any = dist
+_StockGroup: Any = getattr(dist, "ProcessGroup", object)
+
+# One at a time: two threads that put a name aside and back would leave each other's there.
+_LOCK = threading.Lock()
+
+
+def uncompiled(name: str) -> str:
+    """Return what a parameter is called where nothing is compiled.
+
+    >>> uncompiled("_orig_mod.blocks._orig_mod.0.weight")
+    'blocks.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def when_backward_has_ended(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call back at the end of the backward pass that is under way: before and after the Reducer finishes.
+
+    Autograd calls what was queued in the order in which it was. The Reducer queues its own end, in which it waits for
+    its messages, once it has asked for the last of them; so what is queued while it asks for a message comes before.
+    """
+    queue = Variable._execution_engine.queue_callback
+
+    def first() -> None:
+        before()
+        queue(after)
+
+    queue(first)
+
+
+def collectives_of(group: Any) -> Callable[[], int] | None:
+    """Return what says how many collectives a group has called; None where it does not count them."""
+    try:
+        group._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):
+        return None
+    count: Callable[[], int] = group._get_sequence_number_for_group
+    return count
+
+
+def store_of(group: Any, name: str) -> Any:
+    """Return a store that all ranks of a group share under this name; None where torch does not give it away."""
+    try:
+        return _c10d.PrefixStore(f"mgwfbp/{group.group_name}/{name}", _c10d.distributed_c10d._get_default_store())
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def missing() -> tuple[str, ...]:
+    """Name what this torch lacks for a Reducer that is given buckets; empty where it can.
+
+    Names first; then, once per process, a Reducer without peers that must take three buckets of two dtypes, in both
+    ways.
+    """
+    owners: dict[str, object] = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "Reducer": getattr(dist, "Reducer", None),
+        "Logger": getattr(dist, "Logger", None),
+        "GradBucket": getattr(dist, "GradBucket", None),
+        "torch.distributed": dist,
+        "torch.autograd.Variable": Variable,
+        "torch._C._distributed_c10d": getattr(torch._C, "_distributed_c10d", None),
+    }
+    names = [f"{owner}.{name}" for owner, needed in _NEEDED.items() for name in needed if not _has(owners[owner], name)]
+    return tuple(names) or _misbehaviour()
+
+
+def _has(owner: object, name: str) -> bool:
+    return owner is not None and hasattr(owner, name)
+
+
+@cache
+def _misbehaviour() -> tuple[str, ...]:
+    class Toy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
+            self.second = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    doubles = [place for place, one in enumerate(Toy().parameters()) if one.dtype is torch.float64]
+    floats = [place for place in range(4) if place not in doubles]
+    wanted = [[floats[2], floats[0]], doubles, [floats[1]]]
+    try:
+        for unused in (False, True):
+            toy = DistributedDataParallel(Toy(), process_group=_Script(), find_unused_parameters=unused, **_QUIET)
+            handle = ReducerHandle(toy)
+            for buckets in (wanted, wanted[::-1]):
+                handle.set_buckets(buckets)
+                if handle.buckets() != buckets:
+                    return (f"a Reducer that holds the buckets it is given (find_unused_parameters={unused})",)
+    except Exception as error:  # whatever torch does here, the user's training must go on
+        return (f"a Reducer that takes buckets ({type(error).__name__}: {str(error).partition(chr(10))[0]})",)
+    return ()
+
+
+class _Script(_StockGroup):  # type: ignore[misc]
+    """A process group of one that answers broadcasts from a script, and all else by doing nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.answers: list[list[int]] = []
+
+    def broadcast(self, tensors: list[Tensor], _: object = None) -> Any:
+        """Write the next answer into the tensor, if there is one."""
+        if self.answers:
+            tensors[0].copy_(torch.tensor(self.answers.pop(0), dtype=tensors[0].dtype))
+        return self._done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: object = None) -> Any:
+        """Gather from this rank alone."""
+        for output, one in zip(outputs, inputs, strict=True):
+            output[0].copy_(one)
+        return self._done(outputs)
+
+    def _done(self, result: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(result)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Say what the log shall call this group."""
+        return "script"
+
+
+class _Heard(_StockGroup):  # type: ignore[misc]
+    """The process group of a Reducer, with a listener at its all-reduces."""
+
+    def __init__(self, group: Any, listener: Listener) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group, self._listener = group, listener
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send, and tell the listener."""
+        follow = self._listener(tensors[0])
+        work = self._group.allreduce(tensors, *options)
+        if follow is not None:
+            follow(work.get_future())
+        return work
+
+    def broadcast(self, *arguments: Any) -> Any:
+        """Send: it is no message of a step."""
+        return self._group.broadcast(*arguments)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Say what the real group says."""
+        return str(self._group.name())
+
+
+def _heard(hook: Any, listener: Listener) -> Any:
+    """Return a communication hook with a listener at it."""
+
+    @wraps(hook)
+    def told(state: object, bucket: Any) -> Any:
+        follow = listener(bucket.buffer())
+        future = hook(state, bucket)
+        if follow is not None:
+            follow(future)
+        return future
+
+    return told
+
+
+class _NoZeros(TorchDispatchMode):
+    """Lets the Reducer list its buckets without allocating as many zeros: it gets back what it has."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.zeros_like:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+# Arguments that keep a toy model from talking to other ranks, as far as this torch has them.
+_QUIET: dict[str, Any] = {
+    name: False for name in ("init_sync",) if name in DistributedDataParallel.__init__.__code__.co_varnames
+}
+
+
+def cannot_hold(ddp: DistributedDataParallel) -> str:
+    """Say why the Reducer of a model cannot be given buckets; empty where it can."""
+    if getattr(ddp, "_use_python_reducer", False):
+        return "torch's Python reducer, which torch._dynamo.config.optimize_ddp asks for, has no buckets"
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        return "all gradients are delayed by delay_all_reduce_named_params"
+    return ""
+
+
+class Parameters:
+    """The parameters that the Reducer of a DDP model sends gradients of, and their names, as they are now."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        parameters, sparse = DistributedDataParallel._build_params_for_reducer(ddp)
+        self.parameters: list[nn.Parameter] = list(parameters)
+        self.sparse: list[bool] = list(sparse)
+        by_id = {id(parameter): uncompiled(name) for name, parameter in ddp.module.named_parameters()}
+        self.names = tuple(by_id[id(parameter)] for parameter in self.parameters)
+        self.sizes = tuple(parameter.nbytes for parameter in self.parameters)
+
+
+class ReducerHandle(Parameters):
+    """What may be asked of, and done to, the Reducer of one DDP model.
+
+    It knows the parameters, and their names, as they were when the model was wrapped: what is frozen, renamed or
+    taken out of the module later changes nothing for the Reducer, as with torch. It holds the model weakly.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__(ddp)
+        self._weak = weakref.ref(ddp)
+        self._debug_names = ddp._build_debug_param_to_name_mapping(self.parameters)
+        self._script = _Script()
+        self.given: Buckets | None = None  # what we gave the Reducer; None: torch's own
+        self.is_due = False  # whether they must be given in place when the next step begins
+        self._shows_old = False  # whether a hook would be shown the parameters of earlier buckets
+        self._listener: Listener | None = None
+        self._heard: Any = None  # the process group while somebody listens; C++ alone would not keep it
+        self.builtin_hook: Any = None  # what the model registered
+        self.sample_rate: int | None = None
+
+    @property
+    def ddp(self) -> Any:
+        """The model."""
+        model = self._weak()
+        if model is None:
+            raise ReferenceError("the model of this Reducer is gone")
+        return model
+
+    @property
+    def cannot_change(self) -> str:
+        """Why it cannot be given others once it has trained; empty where it can."""
+        if getattr(self.ddp, "mixed_precision", None) is not None:
+            return "with mixed_precision torch sends wrong gradients in the first step of every Reducer"
+        return ""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a communication hook sends the gradients."""
+        return bool(self.ddp._comm_hooks) or self.builtin_hook is not None
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether torch has made its own buckets for good, or been given ours."""
+        return bool(self.ddp._has_rebuilt_buckets) or self._finds_unused
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether no reduction is under way; one may take several backward passes."""
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens to messages."""
+        return self._listener is not None
+
+    @property
+    def _finds_unused(self) -> bool:
+        return bool(self.ddp.find_unused_parameters and not self.ddp.static_graph)
+
+    def buckets(self) -> Buckets:
+        """Return the buckets that the Reducer holds: those it was given, or torch's own, which it lists itself."""
+        if self.given is not None:
+            return self.given
+        places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        with _NoZeros():
+            held = self.ddp.reducer._get_zeros_like_grad_buckets()
+        return [[places[id(parameter)] for parameter in bucket.parameters()] for bucket in held]
+
+    def held_sizes(self) -> list[int]:
+        """Return how many bytes each bucket has that the Reducer really holds; dense ones only."""
+        with _NoZeros():
+            return [bucket.buffer().nbytes for bucket in self.ddp.reducer._get_zeros_like_grad_buckets()]
+
+    def set_buckets(self, buckets: Buckets | None) -> None:
+        """Give the Reducer these buckets, or with None let torch make its own again; between two steps.
+
+        Where it fails, the Reducer has the buckets that it had, and the error is raised.
+        """
+        before = self.given
+        try:
+            self._give(buckets)
+        except Exception:
+            if before is not None or buckets is not None:
+                self._give(before)
+            raise
+
+    def _give(self, buckets: Buckets | None) -> None:
+        with torch.profiler.record_function("mgwfbp: change of buckets"):
+            ddp = self.ddp
+            self.given, self.is_due = buckets, False
+            can_rebuild = not self._finds_unused and not self.has_hooks
+            if buckets is not None and can_rebuild and (not ddp.static_graph or ddp._has_rebuilt_buckets):
+                self._rebuild_in_place()
+                self._shows_old = True
+            else:
+                self._replace_reducer()
+
+    def before_forward(self) -> None:
+        """Do what is due when a step of training begins."""
+        if self.is_due and self.ddp._static_graph_delay_allreduce_enqueued:
+            self.is_due = False
+            self._rebuild_in_place()
+
+    def settle(self) -> None:
+        """Give the Reducer its buckets in place now, so that torch never makes its own."""
+        if self.is_due:
+            self.is_due = False
+            self._rebuild_in_place()
+
+    def _rebuild_in_place(self) -> None:
+        buckets, ddp = self.given, self.ddp
+        if buckets is None:
+            return
+        reducer = ddp.reducer
+        # What torch broadcasts: all indices and the number of buckets; then the size of each bucket.
+        self._script.answers = [[*chain.from_iterable(buckets), len(buckets)], [len(bucket) for bucket in buckets]]
+        reducer._reset_state()
+        reducer._push_all_rebuilt_params()
+        reducer._update_process_group(self._script)
+        try:
+            has_rebuilt = reducer._rebuild_buckets()
+        finally:
+            self._script.answers = []
+            reducer._update_process_group(self._heard or ddp.process_group)
+        if not has_rebuilt:
+            raise PlanError(f"torch {torch.__version__} takes no other buckets; train without plan= and report this")
+        ddp._has_rebuilt_buckets = True
+
+    def listen(self, listener: Listener | None) -> None:
+        """Tell a listener of every message from now on, or with None nobody. Only between steps."""
+        self._listener = listener
+        if self.has_hooks:
+            self._replace_reducer()  # which is told its hooks only once
+        else:
+            self._connect()
+
+    def hook_was_registered(self) -> None:
+        """See to it that a communication hook is shown the parameters of the present buckets, and is heard."""
+        if self._shows_old or self.is_heard:
+            self._replace_reducer()
+
+    def _connect(self) -> None:
+        ddp = self.ddp
+        if self._listener is not None:
+            self._heard = _Heard(ddp.process_group, self._listener)
+            ddp.reducer._update_process_group(self._heard)
+        elif self._heard is not None:
+            ddp.reducer._update_process_group(ddp.process_group)
+            self._heard = None
+
+    def _replace_reducer(self) -> None:
+        """Put a new Reducer in the place of the old one, with our buckets and everything that was registered there."""
+        ddp = self.ddp
+        ddp.reducer._remove_autograd_hooks()
+        ddp.logger = None  # it keeps the old Reducer
+        del ddp.reducer
+        ddp._has_rebuilt_buckets = False
+        with _thawed(self.parameters), self._making_ours():
+            ddp._ddp_init_helper(self.parameters, self.sparse, self._debug_names, ddp.static_graph)
+        self._shows_old = False
+        self._restore()
+        if self.given is not None and not self._finds_unused:
+            if ddp.static_graph:
+                self.is_due = True
+            else:
+                self._rebuild_in_place()
+
+    @contextmanager
+    def _making_ours(self) -> Iterator[None]:
+        """Let the Reducer that is made of exactly our list of parameters get our buckets."""
+        buckets = self.given
+        if buckets is None:
+            yield
+            return
+        sizes = [sum(self.sizes[place] for place in bucket) for bucket in buckets]
+        with _LOCK:
+            stock = _c10d.Reducer
+
+            def make(of: list[Tensor], theirs: Buckets, limits: list[int], *args: Any, **kwargs: Any) -> Any:
+                if of is not self.parameters:  # another thread's
+                    return stock(of, theirs, limits, *args, **kwargs)
+                return stock(of, buckets, sizes, *args, **kwargs)
+
+            _c10d.Reducer = make
+            try:
+                yield
+            finally:
+                _c10d.Reducer = stock
+
+    def _restore(self) -> None:
+        ddp = self.ddp
+        reducer, logger = ddp.reducer, ddp.logger
+        if getattr(ddp, "mixed_precision", None) is not None:
+            reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
+        self._connect()
+        for hook, state in ddp._comm_hooks:
+            logger._set_comm_hook_name(hook.__qualname__)
+            _c10d._register_comm_hook(reducer, state, hook if self._listener is None else _heard(hook, self._listener))
+        if self.builtin_hook is not None:
+            DistributedDataParallel._register_builtin_comm_hook(ddp, self.builtin_hook)
+        if self.sample_rate is not None:
+            DistributedDataParallel._set_ddp_runtime_logging_sample_rate(ddp, self.sample_rate)
+        if ddp._lazy_init_ran and any(hasattr(one, "_in_backward_optimizers") for one in ddp._module_parameters):
+            reducer._set_optimizer_in_backward()
+        if ddp.static_graph:
+            reducer._set_static_graph()
+            logger._set_static_graph()
+            # The new Reducer learns the graph again: its first step sends everything after the backward pass.
+            ddp._static_graph_delay_allreduce_enqueued = False
+        if getattr(ddp, "_require_manual_backward_finalization", False):  # torch 2.15
+            ddp.require_manual_backward_finalization = True
+
+
+@contextmanager
+def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let all parameters require gradients for a moment: a Reducer crashes on one that does not."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -1,0 +1,42 @@
+"""What ranks make of steps that each observed on its own: ``python -m tests.runtime.agreeing_ranks FOLDER steps``."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from mgwfbp.runtime.learn import Gradients, agree_on_steps, learn_trace
+from mgwfbp.runtime.observe import ObservedMessage, ObservedStep
+from tests.runtime.launch import be_rank
+
+GRADIENTS = Gradients("toy", ("a", "bb"), (1, 2))
+
+
+def step(forward_s: float, ready_s: tuple[float, float], *messages: tuple[int, float, float, float]) -> ObservedStep:
+    """A step whose gradients are ready, and whose messages are (bytes, ready, start, end)."""
+    observed = tuple(ObservedMessage(*message) for message in messages)
+    end_s = max([*ready_s, *(message.end_s for message in observed)])
+    return ObservedStep(forward_s, max(ready_s), end_s, dict(enumerate(ready_s)), observed)
+
+
+# By rank: the same two steps as each saw them.
+SEEN = {
+    0: [
+        # The first message was sent at once, the second waited for it.
+        step(1.0, (2.0, 6.0), (1, 2.0, 2.0, 9.0), (2, 6.0, 9.0, 10.0)),
+        step(1.0, (5.0, 6.0), (1, 5.0, 5.0, 6.0), (2, 6.0, 6.0, 8.0)),
+    ],
+    1: [
+        step(1.0, (5.0, 6.0), (1, 6.0, 6.0, 9.5), (2, 6.0, 9.5, 12.5)),
+        step(3.0, (2.0, 6.5), (1, 4.0, 4.0, 6.0), (2, 6.5, 6.5, 8.0)),
+    ],
+}
+
+
+def steps() -> dict[str, Any]:
+    agreed = agree_on_steps(SEEN[dist.get_rank()], GRADIENTS, [1, 2], noted_gradients=True, noted_messages=True)
+    return {"agreed": asdict(agreed), "trace": learn_trace(agreed, GRADIENTS).to_json()}
+
+
+if __name__ == "__main__":
+    be_rank({"steps": steps})
