@@ -27,8 +27,8 @@ from mgwfbp.cli.workloads import (
     make_workload,
     one_of,
 )
-from mgwfbp.errors import StrategyError
-from mgwfbp.record import write_text
+from mgwfbp.errors import StrategyError, TraceError
+from mgwfbp.files import show_path, write_text
 from mgwfbp.results import BenchResult
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_seconds
@@ -88,7 +88,7 @@ def bench(
         raise typer.BadParameter("only recorded times can be slowed: give --replay", param_hint="--scale")
     if replay is not None and device != "cpu":
         raise typer.BadParameter("a replay needs no GPU; leave it out", param_hint="--device")
-    recorded = None if replay is None else load_trace(replay)
+    recorded = None if replay is None else _load_replay(replay, scale)
     check_device(device)
     if rank() == 0:
         check_writable(output, markdown)
@@ -112,6 +112,18 @@ def bench(
         result = _run(case, names, schedule, learn, timelines)
     if rank() == 0:
         _show(result, output, markdown)
+
+
+def _load_replay(name: str, scale: float) -> ModelTrace:
+    """Return the recorded trace, or refuse one whose steps nobody can wait for before any worker is started."""
+    recorded = load_trace(name)
+    step_s = recorded.compute_s * scale
+    if not 0 < step_s <= BENCH_TIMEOUT_S:
+        raise TraceError(
+            f"{show_path(name)}: a step of it would take {format_seconds(step_s)} of computation, expected more than "
+            f"nothing and {BENCH_TIMEOUT_S:g} s at most; see --scale"
+        )
+    return recorded
 
 
 def _strategy_names(text: str) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ import typer
 
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import talk, write_record
+from mgwfbp.files import naming
 from mgwfbp.fitting import FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
 from mgwfbp.network import PRESETS, load_network
-from mgwfbp.record import naming
+from mgwfbp.units import printable
 
 __all__ = ["cost"]
 
@@ -40,7 +41,7 @@ def cost(
         write_record(load_network(path).cost(workers), output)
         return
     samples = SWEEP_READERS[name](path)
-    source = {"sweep": name, "file": Path(path).name}
+    source = {"sweep": name, "file": printable(Path(path).name)}
     with naming(path):
         found = fit(samples, workers, kind=kind, source=source)
     write_record(found.cost, output)

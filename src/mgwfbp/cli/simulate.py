@@ -1,7 +1,7 @@
 """``mgwfbp simulate``: what N workers would give."""
 
 import json
-from pathlib import Path
+import os
 from typing import Annotated
 
 import typer
@@ -13,14 +13,15 @@ from mgwfbp.cli.options import (
     FirstBucketMb,
     TraceFile,
     planners,
+    worker_counts,
 )
-from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.output import print_line, print_table, talk
 from mgwfbp.cli.progress import show_progress
-from mgwfbp.cost import Cost, LinearCost, load_cost
+from mgwfbp.cost import Cost, LinearCost, cost_from_json
+from mgwfbp.files import naming, read_json
 from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.record import read_json
 from mgwfbp.simulate import (
     BASELINES,
     Cluster,
@@ -35,7 +36,7 @@ from mgwfbp.simulate import (
 )
 from mgwfbp.simulate.scenario import MAX_JITTER
 from mgwfbp.trace import load_trace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, printable
 
 __all__ = ["print_rows", "simulate", "strategy_of"]
 
@@ -108,17 +109,17 @@ def simulate(
     strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
     links = _Links(algorithm, per_node, inside, slow_link)
     sources = [links.source(name) for name in network]
-    counts = _worker_counts(workers) if workers is not None else _measured_counts(sources)
+    counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
     model = load_trace(trace)
     rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
     if as_json:
-        typer.echo(json.dumps([row.to_json() for row in rows], indent=1))
+        typer.echo(json.dumps([row.to_json() for row in rows], indent=1, allow_nan=False))
         return
     talk(repr(model))
     print_rows(sorted(rows, key=lambda row: [source.name for source in sources].index(row.network)))
     for finding in find_limits(rows):
-        typer.echo(str(finding))
+        print_line(str(finding))
 
 
 class _Links:
@@ -133,15 +134,14 @@ class _Links:
         self._inside = load_network(inside) if inside is not None else None
 
     def source(self, name: str) -> CostSource:
-        measured = _measured_cost(name)
-        if measured is not None:
+        link = _cost_or_network(name)
+        if not isinstance(link, Network):
             if self._algorithm or self._inside or self._slow_link != 1.0:
                 raise typer.BadParameter(
                     f"{name} is a measured cost; --algorithm, --inside and --slow-link need a network",
                     param_hint="--network",
                 )
-            return MeasuredCluster(name, measured)
-        link = load_network(name)
+            return MeasuredCluster(printable(name), link)
         if self._algorithm is not None and self._algorithm != link.algorithm:
             link = Network(
                 f"{link.name} {self._algorithm}",
@@ -153,14 +153,14 @@ class _Links:
         return Cluster(link, self._inside, self._per_node, (self._slow_link,))
 
 
-def _measured_cost(name: str) -> Cost | None:
-    """Return the cost if the name is that of a cost.json."""
-    if name.lower() in PRESETS or not Path(name).is_file():
-        return None
+def _cost_or_network(name: str) -> Cost | Network:
+    """Return what a preset's name or a file stands for, read once: a pipe gives its content only once."""
+    if name.lower() in PRESETS or not os.path.exists(name):  # noqa: PTH110 - a name may be too long for a file's
+        return load_network(name)
     data = read_json(name)
-    if isinstance(data, dict) and data.get("format") == LinearCost.FORMAT:
-        return load_cost(name)
-    return None
+    with naming(name):
+        is_cost = isinstance(data, dict) and data.get("format") == LinearCost.FORMAT
+        return cost_from_json(data) if is_cost else Network.from_json(data)
 
 
 def _measured_counts(sources: list[CostSource]) -> list[int]:
@@ -182,16 +182,7 @@ def strategy_of(name: str, chosen: dict[str, Planner]) -> Strategy:
 
 def _fixed(path: str) -> Strategy:
     plan = MergePlan.load(path)
-    return Strategy(path, lambda trace, cost: plan)  # noqa: ARG005 - every planner takes both
-
-
-def _worker_counts(text: str) -> list[int]:
-    counts = []
-    for part in text.split(","):
-        if not part.strip().isdecimal() or int(part) < 1:
-            raise typer.BadParameter(f"{part!r}, expected whole numbers of 1 or more: 4,8,16", param_hint="--workers")
-        counts.append(int(part))
-    return counts
+    return Strategy(printable(path), lambda trace, cost: plan)  # noqa: ARG005 - every planner takes both
 
 
 def _scales(text: str) -> list[float]:

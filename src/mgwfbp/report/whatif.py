@@ -67,7 +67,7 @@ def _choices(listed: Any, shown: float, exact: float) -> list[tuple[float, float
 
 def find_what_if(case: Case) -> WhatIf | None:
     """Return what the page needs to plan this case anew, or None where nothing is known of trace or network."""
-    if case.trace is None or case.cost is None or case.workers < 2:
+    if case.trace is None or case.cost is None or min(case.workers, case.cost.workers) < 2:
         return None
     if case.network is not None:
         note = f"The network is {case.network!r}; every point is planned anew."
