@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from mgwfbp import MeasureError
 from mgwfbp.cli import children, meeting
@@ -37,6 +38,7 @@ def be_rank(rank: int, hows: list[str], port: int, folder: Path) -> None:
             if hows[rank] == "stops when all are there":
                 stop()
             gloo.init_process_group(store=store, rank=rank, world_size=len(hows))
+        dist.barrier()  # rank 0 keeps the store; it may not leave before the others have connected
     except MeasureError as error:
         os.write(said, f"{error}\n".encode())
         os._exit(1)

@@ -73,16 +73,15 @@ class _RollCall:
         if not keeps_store:
             self._reach()
         store = self._open(is_master=keeps_store)
-        self._find_missing = lambda: self._absent(self._open())
-        if store.add(self._key("count"), 1) == 1:
-            store.set(self._key("said"), "")
-        store.set(self._key(f"here/{self.rank}"), "")
-        while store.add(self._key("count"), 0) < self.world:
-            if said := store.get(self._key("said")).decode():  # by a rank that came earlier
-                raise MeasureError(said)
-            if self._is_late():
-                said = self._absent(store)
-                store.set(self._key("said"), said)
+        self._find_missing = lambda: self._did_not_come(self._silent(self._open(), "here"))
+        store.set(f"here/{self.rank}", "")
+        store.add("count", 1)
+        while store.add("count", 0) < self.world:
+            if store.check(["said"]):  # by a rank that came earlier, and has waited long enough
+                raise MeasureError(store.get("said").decode())
+            if self._is_late() and (missing := self._silent(store, "here")):
+                said = self._did_not_come(missing)
+                store.set("said", said)
                 self._let_others_ask()
                 raise MeasureError(said)
             time.sleep(_POLL_S)
@@ -131,7 +130,7 @@ class _RollCall:
         import torch.distributed
 
         dist: Any = torch.distributed
-        return dist.TCPStore(
+        store = dist.TCPStore(
             self._address,
             self._port,
             self.world,
@@ -140,19 +139,20 @@ class _RollCall:
             wait_for_workers=False,
             multi_tenant=is_master,
         )
+        return dist.PrefixStore(self._prefix, store)
 
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
+    def _silent(self, store: _Store, question: str) -> list[int]:
+        """Return the ranks that have not answered a question."""
+        return [rank for rank in range(self.world) if not store.check([f"{question}/{rank}"])]
 
-    def _absent(self, store: _Store) -> str:
-        missing = [rank for rank in range(self.world) if not store.check([self._key(f"here/{rank}")])]
+    def _did_not_come(self, missing: list[int]) -> str:
         return f"{_ranks(missing)} did not come {self._when}"
 
     def _unconnected(self, store: _Store) -> str:
         """Name the ranks that came and then fell silent: they do not answer now that all others ask the same."""
-        store.set(self._key(f"waits/{self.rank}"), "")
+        store.set(f"waits/{self.rank}", "")
         time.sleep(ANSWER_S)
-        silent = [rank for rank in range(self.world) if not store.check([self._key(f"waits/{rank}")])]
+        silent = self._silent(store, "waits")
         if not silent:
             return f"the ranks could not connect to one another {self._when}"
         return f"{_ranks(silent)} came, but did not connect to the others {self._when}"
