@@ -15,7 +15,7 @@ from mgwfbp.errors import LabError
 from mgwfbp.lab import Cluster, run_lab
 
 MARK = "MGWFBP_TEST_MARK"
-LAB = [sys.executable, "-c", "from mgwfbp.cli import main; main()", "lab"]
+LAB = [sys.executable, "-c", "from mgwfbp.__main__ import main; main()", "lab"]
 
 
 def skip_without_a_lab() -> None:

@@ -250,7 +250,7 @@ def run_as_ordinary_user(machine: Machine, limit: str, *arguments: str) -> "subp
     machine.temporary.chmod(0o777)
     for parent in list(machine.temporary.parents)[:2]:
         parent.chmod(0o755)
-    code = "from mgwfbp.cli import main; main()"
+    code = "from mgwfbp.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", ORDINARY_USER, limit, sys.executable, "-c", code, "lab", *LAB_ARGUMENTS, *arguments],
         env=machine.environment,

@@ -32,7 +32,8 @@ from mgwfbp import (
     load_network,
     predict,
 )
-from mgwfbp.record import MAX_FILE_BYTES, Record
+from mgwfbp.files import MAX_FILE_BYTES
+from mgwfbp.record import Record
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 seconds = st.floats(0, 1e6)
@@ -69,6 +70,10 @@ def test_a_record_survives_its_file_pickle_and_copy(tmp_path_factory: pytest.Tem
 def test_a_record_prints_on_one_short_line(record: Record) -> None:
     assert len(repr(record)) < 300
     assert repr(record).isprintable()
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
 
 
 TRACE = ModelTrace("toy", 1.0, (LayerTrace("b", 1.0, 8), LayerTrace("a", 2.0, 4)), {"device": "none"})
@@ -270,8 +275,25 @@ def test_what_a_record_holds_cannot_be_changed() -> None:
         (ModelTrace, ("m", 1.0, None), "layers is None, expected a list"),
         (ModelTrace, ("m", 1.0, TRACE.layers, {1: "a"}), "source cannot be written as JSON: the key 1"),
         (ModelTrace, ("m", 1.0, TRACE.layers, {"x": float("nan")}), "source cannot be written as JSON"),
+        (
+            ModelTrace,
+            ("m", 1.0, TRACE.layers, {"x": "a\ud800"}),
+            r"as JSON: 'a\\ud800' is not",
+        ),
+        (
+            ModelTrace,
+            ("m", 1.0, TRACE.layers, {"x": [{"\udfff": 1}]}),
+            r"as JSON: '\\udfff' is not",
+        ),
+        (
+            ModelTrace,
+            ("m", 1.0, TRACE.layers, {"x": nested(60)}),
+            "as JSON: nested more than 50 levels",
+        ),
+        (ModelTrace, ("m", 1.0, TRACE.layers, {"x": 10**5000}), "source cannot be written as JSON"),
+        (ModelTrace, ("m", 1.1e100, TRACE.layers), r"forward_s is 1\.1e\+100, expected a number of 1e\+100 at most"),
         (LayerTrace, ("a", 1.0, 10**5000), "grad_bytes is a very large int"),
-        (ModelTrace, ("m", 1e308, (LayerTrace("a", 1e308, 1),)), "all backward_s together is inf"),
+        (ModelTrace, ("m", 1e100, (LayerTrace("a", 1e100, 1),)), "all backward_s together is 2e\\+100"),
         (ModelTrace, ("m", 1.0, tuple(LayerTrace(n, 1.0, 2**53) for n in "ab")), "all grad_bytes together"),
         (PiecewiseCost, (2, None), "points is None, expected a list"),
         (MergePlan, ("m", "p", None), "groups is None, expected a list"),

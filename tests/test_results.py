@@ -53,7 +53,7 @@ FULL = bench(
     strategy("optimal", 4.0, predicted_s=4.5),
 )
 
-seconds = st.floats(0, 1e6)
+seconds = st.floats(1e-12, 1e6)
 turns = st.lists(seconds, min_size=1, max_size=7)
 
 

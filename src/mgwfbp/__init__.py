@@ -7,41 +7,42 @@
 MergePlan('toy' by 'optimal': 2 gradients in 2 messages, 1+1)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, load_cost
-from mgwfbp.errors import (
-    CostError,
-    FileError,
-    FormatError,
-    LabError,
-    MeasureError,
-    MgwfbpError,
-    NetworkError,
-    PlanError,
-    ReportError,
-    ResultError,
-    SimulationError,
-    StrategyError,
-    TimelineError,
-    TraceError,
-    TrainError,
-)
-from mgwfbp.fitting import Fit, fit
-from mgwfbp.network import Network, load_network
-from mgwfbp.plan import MergePlan
-from mgwfbp.planners import PLANNERS, find_plan
-from mgwfbp.results import BenchResult, StrategyResult
-from mgwfbp.run import TrainingRun
-from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
-from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
-from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
-
+# A name is imported when it is first asked for, with what it needs (numpy, torch). So the package itself is there at
+# once, and the command line can say what Ctrl-C does before anything else is imported.
+TYPE_CHECKING = False  # as in typing, which takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
+    from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, load_cost
+    from mgwfbp.errors import (
+        CostError,
+        FileError,
+        FormatError,
+        LabError,
+        MeasureError,
+        MgwfbpError,
+        NetworkError,
+        PlanError,
+        ReportError,
+        ResultError,
+        SimulationError,
+        StrategyError,
+        TimelineError,
+        TraceError,
+        TrainError,
+    )
+    from mgwfbp.fitting import Fit, fit
     from mgwfbp.measure.allreduce import measure_allreduce
     from mgwfbp.measure.backward import measure_backward
+    from mgwfbp.network import Network, load_network
+    from mgwfbp.plan import MergePlan
+    from mgwfbp.planners import PLANNERS, find_plan
+    from mgwfbp.results import BenchResult, StrategyResult
+    from mgwfbp.run import TrainingRun
     from mgwfbp.runtime.distributed import DistributedDataParallel
+    from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
+    from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
+    from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
 
 __all__ = [
     "PLANNERS",
@@ -94,15 +95,34 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Names that need torch, and where they are: imported when they are first asked for.
-_WITH_TORCH = {
-    "DistributedDataParallel": "mgwfbp.runtime.distributed",
-    "measure_allreduce": "mgwfbp.measure.allreduce",
-    "measure_backward": "mgwfbp.measure.backward",
+# module -> what of it is public
+_HOMES = {
+    "cost": "Cost LinearCost PiecewiseCost load_cost",
+    "errors": " ".join(name for name in __all__ if name.endswith("Error")),
+    "fitting": "Fit fit",
+    "measure.allreduce": "measure_allreduce",
+    "measure.backward": "measure_backward",
+    "network": "Network load_network",
+    "plan": "MergePlan",
+    "planners": "PLANNERS find_plan",
+    "results": "BenchResult StrategyResult",
+    "run": "TrainingRun",
+    "runtime.distributed": "DistributedDataParallel",
+    "simulate": "Cluster Scenario Simulation simulate_steps",
+    "timeline": "Span Timeline lower_bound_s predict predict_naive predict_parameter_server",
+    "trace": "LayerTrace ModelTrace load_trace recorded_traces",
 }
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        return getattr(import_module(_WITH_TORCH[name]), name)
-    raise AttributeError(f"module 'mgwfbp' has no attribute {name!r}")
+def __getattr__(name: str) -> "Any":
+    if name not in _MODULES:
+        raise AttributeError(f"module 'mgwfbp' has no attribute {name!r}")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(f"mgwfbp.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

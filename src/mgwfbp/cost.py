@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
 
 from mgwfbp.errors import CostError, FormatError
-from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real, naming, read_json
+from mgwfbp.files import naming, read_json
+from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
 __all__ = ["Cost", "LinearCost", "PiecewiseCost", "cheapest_s", "cost_from_json", "load_cost"]

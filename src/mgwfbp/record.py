@@ -1,28 +1,32 @@
-"""What all records share: values checked at birth, and a JSON form that is read with care and written whole.
+"""What all records share: values checked at birth, and a JSON form.
 
 A record is a frozen dataclass that derives from `Record`. It says its `FORMAT`, turns itself `to_json` and is made
-`from_json`; reading, checking and writing files is done here, once.
+`from_json`; checking values, and reading and writing files of them, is done here, once.
+
+[Note: the range of numbers]
+Times, rates and factors are 0 or from 1e-100 to 1e100, counts at most 2**53: far beyond anything that was ever
+measured, and near enough to 1 that nothing computed from them overflows. A sum of 2**53 of them, a product with a
+count, a square and a ratio of two such all stay below 1e308, so what is predicted, drawn and written is a number,
+without a check at every step. What is made of a product of two (a network slowed by a factor, a scaled trace) is a
+record again, and checked when it is made.
 """
 
-import gzip
 import json
 import math
 import numbers
 import operator
 import os
-import tempfile
-import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
-from mgwfbp.errors import FileError, FormatError, MgwfbpError
+from mgwfbp.errors import FormatError, MgwfbpError
+from mgwfbp.files import naming, read_json, write_text
 from mgwfbp.units import quote
 
 __all__ = [
     "Fields",
+    "FrozenDict",
     "Record",
     "check_count",
     "check_free_form",
@@ -30,21 +34,22 @@ __all__ = [
     "check_real",
     "check_text",
     "first_repeated",
-    "naming",
-    "read_json",
-    "read_text",
-    "write_bytes",
-    "write_text",
+    "is_real",
 ]
 
-# A trace of 100,000 layers is about 10 MB. Anything much larger is another kind of file.
-MAX_FILE_BYTES = 64 * 2**20
+# [Note: the range of numbers]
+LARGEST, SMALLEST = 1e100, 1e-100
+# Free-form fields hold a few levels; Python's own limit is below a thousand.
+MAX_DEPTH = 50
 
 T = TypeVar("T")
 
 
 def check_real(value: object, what: str, error: type[MgwfbpError]) -> float:
-    """Return ``value`` as a float, or raise unless it is a finite number of 0 or more."""
+    """Return ``value`` as a float, or raise unless it is a number from 0 to 1e100; below 1e-100 it counts as 0.
+
+    See [Note: the range of numbers].
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise error(f"{what} is {quote(value)}, expected a number")
     try:
@@ -53,7 +58,18 @@ def check_real(value: object, what: str, error: type[MgwfbpError]) -> float:
         number = math.inf
     if not math.isfinite(number) or number < 0:
         raise error(f"{what} is {quote(value)}, expected a finite number of 0 or more")
-    return number
+    if number > LARGEST:
+        raise error(f"{what} is {quote(value)}, expected a number of {LARGEST:g} at most")
+    return number if number >= SMALLEST else 0.0
+
+
+def is_real(value: object) -> bool:
+    """Say whether a value of a free-form field is a number that `check_real` lets pass."""
+    try:
+        check_real(value, "", FormatError)
+    except FormatError:
+        return False
+    return True
 
 
 def check_count(value: object, what: str, error: type[MgwfbpError], *, minimum: int = 0) -> int:
@@ -88,6 +104,16 @@ def check_items(value: object, kind: type[T], what: str, error: type[MgwfbpError
     return tuple(value)
 
 
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that was there before, if any."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
 class FrozenDict(dict[str, Any]):
     """A dict that is not changed after it was made, so that a frozen record is frozen all through."""
 
@@ -105,25 +131,36 @@ def check_free_form(value: object, what: str, error: type[MgwfbpError]) -> Froze
     if not isinstance(value, Mapping):
         raise error(f"{what} is {quote(value)}, expected an object")
     try:
-        json.dumps(value, allow_nan=False, default=dict)
-        return FrozenDict((key, _freeze(item)) for key, item in _text_keys(value))
+        frozen = FrozenDict((key, _freeze(item, 1)) for key, item in _text_keys(value))
+        json.dumps(frozen, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as problem:
         raise error(f"{what} cannot be written as JSON: {problem}") from None
+    return frozen
 
 
-def _freeze(value: Any) -> Any:
+def _freeze(value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
-        return FrozenDict((key, _freeze(item)) for key, item in _text_keys(value))
+        return FrozenDict((key, _freeze(item, depth + 1)) for key, item in _text_keys(value))
     if isinstance(value, (list, tuple)):
-        return tuple(_freeze(item) for item in value)
-    return value
+        return tuple(_freeze(item, depth + 1) for item in value)
+    return _valid_text(value) if isinstance(value, str) else value
 
 
 def _text_keys(mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, item in mapping.items():
         if not isinstance(key, str):
             raise TypeError(f"the key {quote(key)} is not a string")
-        yield key, item
+        yield _valid_text(key), item
+
+
+def _valid_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{quote(text)} is not valid Unicode") from None
+    return text
 
 
 class Fields:
@@ -201,117 +238,3 @@ class Record:
     def dumps(self) -> str:
         """Return the text of the record's file."""
         return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-
-
-@contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the file's name before the message of any error of ours."""
-    try:
-        yield
-    except MgwfbpError as error:
-        raise type(error)(f"{show_path(path)}: {error}") from error
-
-
-def show_path(path: str | os.PathLike[str]) -> str:
-    """Return a path as a message shows it: quoted if a control character or nothing at all is in it."""
-    name = os.fspath(path)
-    return name if name and name.isprintable() else repr(name)
-
-
-def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Read a UTF-8 file of a sane size, unpacked if its name ends in ``.gz``."""
-    name = show_path(path)
-    try:
-        # A limit on what is read, not a look at the size first: it also holds for pipes.
-        with gzip.open(path) if os.fspath(path).endswith(".gz") else Path(path).open("rb") as file:
-            raw = file.read(max_bytes + 1)
-    except (EOFError, zlib.error) as error:
-        raise FormatError(f"{name}: not a whole gzip file: {error}") from error
-    except OSError as error:
-        raise FileError(f"{name}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL byte in the name
-        raise FileError(f"{name}: cannot be read: {error}") from error
-    if len(raw) > max_bytes:
-        raise FileError(f"{name}: larger than {max_bytes >> 20} MiB, more than is read of such a file")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{name}: not UTF-8 text (byte {error.start})") from None
-
-
-def _reject_constant(name: str) -> None:
-    raise FormatError(f"{name} is no number here")
-
-
-def _reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    repeated = first_repeated(name for name, _ in pairs)
-    if repeated is not None:
-        raise FormatError(f"the field {quote(repeated)} stands twice in one object")
-    return dict(pairs)
-
-
-def first_repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that was there before, if any."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
-
-
-def read_json(path: str | os.PathLike[str]) -> object:
-    """Parse a JSON file: no NaN, no infinity, no repeated field."""
-    name = show_path(path)
-    text = read_text(path)
-    if not text.strip():
-        raise FormatError(f"{name}: empty, expected JSON")
-    try:
-        with naming(path):
-            return json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_reject_repeats)
-    except json.JSONDecodeError as error:
-        raise FormatError(f"{name}: not JSON (line {error.lineno}, column {error.colno}): {error.msg}") from None
-    except RecursionError:
-        raise FormatError(f"{name}: JSON nested too deeply") from None
-    except MgwfbpError:
-        raise
-    except ValueError as error:  # an integer of more digits than Python converts
-        raise FormatError(f"{name}: not JSON: {error}") from None
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 file whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file whole or not at all: beside it first, then renamed over it."""
-    target = Path(path)
-    try:
-        if target.exists() and not target.is_file():  # a pipe or a device: nothing to replace
-            with target.open("wb") as stream:
-                stream.write(content)
-            return
-        target = Path(os.path.realpath(target))  # keep a symbolic link, replace what it points at
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-        handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), mode)
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(scratch).replace(target)
-        except BaseException:
-            with suppress(OSError):
-                Path(scratch).unlink()
-            raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"{show_path(path)}: cannot be written: {reason}") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -56,6 +56,8 @@ class StrategyResult:
         turns = check_items(self.turns_s, object, f"{what}: turns_s", ResultError)
         turns_s = tuple(check_real(turn, f"{what}: turns_s[{index}]", ResultError) for index, turn in enumerate(turns))
         object.__setattr__(self, "turns_s", turns_s)
+        if not self.measured_s:
+            raise ResultError(f"{what}: measured_s is 0, expected a step that takes time")
         if not self.low_s <= self.measured_s <= self.high_s:
             raise ResultError(
                 f"{what}: low_s {self.low_s}, measured_s {self.measured_s}, high_s {self.high_s}, "
@@ -90,9 +92,7 @@ class StrategyResult:
     @property
     def prediction_error(self) -> float | None:
         """How far the prediction is above (or, negative, below) the measured step, relative to that."""
-        if self.predicted_s is None or not self.measured_s:
-            return None
-        return self.predicted_s / self.measured_s - 1
+        return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
 
     @property
     def is_fixed_bucket(self) -> bool:
@@ -154,16 +154,16 @@ class BenchResult(Record):
         """Return how many times faster than another a strategy is; None where that other was not measured."""
         if all(result.strategy != other for result in self.strategies):
             return None
-        return _ratio(self[other].measured_s, self[strategy].measured_s)
+        return self[other].measured_s / self[strategy].measured_s
 
     def ratio_to_best_bucket(self, strategy: str) -> float | None:
         """Return how many times faster than the best fixed bucket size a strategy is."""
         best = self.best_bucket
-        return None if best is None else _ratio(best.measured_s, self[strategy].measured_s)
+        return None if best is None else best.measured_s / self[strategy].measured_s
 
     def efficiency(self, strategy: str) -> float:
         """Return a strategy's scaling efficiency: the step without communication over that with it."""
-        return _ratio(self.compute_s, self[strategy].measured_s)
+        return self.compute_s / self[strategy].measured_s
 
     def speedup(self, strategy: str) -> float:
         """Return samples per second of N workers over those of one, weak scaling."""
@@ -204,12 +204,6 @@ class BenchResult(Record):
             _nested(fields, "cost", cost_from_json),
             fields.get("source", {}),
         )
-
-
-def _ratio(over: float, under: float) -> float:
-    if under:
-        return over / under
-    return float("inf") if over else 1.0
 
 
 def _strategy_json(result: StrategyResult) -> dict[str, Any]:

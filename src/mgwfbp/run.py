@@ -22,18 +22,9 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from mgwfbp.cost import Cost, load_cost
 from mgwfbp.errors import FileError, FormatError, MgwfbpError, TrainError
+from mgwfbp.files import naming, parse_json, read_json, read_text, show_path
 from mgwfbp.plan import MergePlan
-from mgwfbp.record import (
-    Fields,
-    Record,
-    check_count,
-    check_free_form,
-    check_real,
-    check_text,
-    naming,
-    read_json,
-    read_text,
-)
+from mgwfbp.record import Fields, FrozenDict, Record, check_count, check_free_form, check_real, check_text
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
@@ -139,18 +130,17 @@ Line = TypeVar("Line", LoggedStep, LoggedEpoch)
 
 def read_log(path: str | os.PathLike[str], kind: type[Line]) -> tuple[Line, ...]:
     """Read a file of one object per line; a last line without its end, of a run that was killed, does not count."""
-    name, lines = os.fspath(path), []
     whole, _, _torn = read_text(path).rpartition("\n")
-    for number, text in enumerate(whole.splitlines(), 1):
+    lines: list[Line] = []
+    for number, text in enumerate(whole.split("\n") if whole else (), 1):
         try:
-            content = Fields(json.loads(text), f"line {number}")
-            lines.append(kind(**{one.name: content[one.name] for one in fields(kind)}))
-        except json.JSONDecodeError as error:
-            raise FormatError(f"{name}: line {number} is not JSON: {error.msg}") from None
-        except FormatError as error:
-            raise FormatError(f"{name}: {error}") from None
+            content = parse_json(text)
+            if not isinstance(content, dict):
+                raise FormatError(f"expected an object, found {quote(content)}")
+            line = Fields(content)
+            lines.append(kind(**{one.name: line[one.name] for one in fields(kind)}))
         except MgwfbpError as error:
-            raise FormatError(f"{name}: line {number}: {error}") from None
+            raise FormatError(f"{show_path(path)}: line {number}: {error}") from None
     return tuple(lines)
 
 
@@ -183,23 +173,23 @@ class TrainingRun:
         """Read a run's folder; every error names the file."""
         place = Path(folder)
         if not place.is_dir():
-            raise FileError(f"{place}: no such folder, expected that of a training run")
+            raise FileError(f"{show_path(place)}: no such folder, expected that of a training run")
         if not (place / "config.json").exists():
-            raise FileError(f"{place}: no config.json, so this is not the folder of a training run")
+            raise FileError(f"{show_path(place)}: no config.json, so this is not the folder of a training run")
         config = _read_object(place / "config.json")
         with naming(place / "config.json"):
             Fields(config).check_format(cls.CONFIG_FORMAT)
         return cls(
             place,
-            check_free_form(config, "config", TrainError),
-            check_free_form(_if_there(place / "environment.json", _read_object) or {}, "environment", TrainError),
+            config,
+            _if_there(place / "environment.json", _read_object) or FrozenDict(),
             _if_there(place / "results.json", RunResults.load),
             _if_there(place / "plan.json", MergePlan.load),
             _if_there(place / "trace.json", ModelTrace.load),
             _if_there(place / "cost.json", load_cost),
             _if_there(place / "timeline.json", Timeline.load),
             _if_there(place / "predicted.json", Timeline.load),
-            _if_there(place / "tuning.json", lambda path: check_free_form(_read_object(path), "tuning", TrainError)),
+            _if_there(place / "tuning.json", _read_object),
             _if_there(place / "log.jsonl", lambda path: read_log(path, LoggedStep)) or (),
             _if_there(place / "epochs.jsonl", lambda path: read_log(path, LoggedEpoch)) or (),
         )
@@ -225,8 +215,7 @@ def _if_there(path: Path, read: Callable[[Path], T]) -> T | None:
     return read(path) if path.exists() else None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> FrozenDict:
     content = read_json(path)
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: expected an object, found {quote(content)}")
-    return content
+    with naming(path):
+        return check_free_form(content, "the file", FormatError)

@@ -28,12 +28,12 @@ class Span:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", check_items(self.layers, str, "layers", TimelineError))
         object.__setattr__(self, "num_bytes", check_count(self.num_bytes, "num_bytes", TimelineError))
+        what = f"span of {quote(self.layers)}"
         for name in ("ready_s", "start_s", "end_s"):
-            object.__setattr__(self, name, check_real(getattr(self, name), name, TimelineError))
+            object.__setattr__(self, name, check_real(getattr(self, name), f"{what}: {name}", TimelineError))
         if not self.ready_s <= self.start_s <= self.end_s:
             raise TimelineError(
-                f"span of {quote(self.layers)}: ready {self.ready_s}, start {self.start_s}, end {self.end_s}, "
-                "expected them in this order"
+                f"{what}: ready {self.ready_s}, start {self.start_s}, end {self.end_s}, expected them in this order"
             )
 
     @property

@@ -1,6 +1,6 @@
-"""Seconds, bytes, counts and types of numbers as people read them."""
+"""Seconds, bytes, counts, names and types of numbers as people read them."""
 
-__all__ = ["format_bytes", "format_dtype", "format_seconds", "plural", "quote"]
+__all__ = ["format_bytes", "format_dtype", "format_seconds", "plural", "printable", "quote"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -45,6 +45,20 @@ def plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
+def printable(text: str) -> str:
+    r"""Return the text as one line that a terminal shows and does not obey, and that UTF-8 can hold.
+
+    Line breaks, escape sequences, marks that turn the direction of writing round and halves of characters are shown as
+    Python writes them.
+
+    >>> print(printable("café \x1b[31mred\n\ud800"))
+    café \x1b[31mred\n\ud800
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def quote(value: object, limit: int = 60) -> str:
     """Show any value in a one-line message: escaped, and cut where it is long.
 
@@ -55,4 +69,6 @@ def quote(value: object, limit: int = 60) -> str:
         shown = repr(value)
     except ValueError:  # an integer of more digits than Python prints
         shown = f"a very large {type(value).__name__}"
+    except RecursionError:
+        shown = f"a {type(value).__name__} nested too deeply"
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

@@ -8,7 +8,7 @@ import pytest
 
 from mgwfbp import BenchResult, LayerTrace, ModelTrace
 from mgwfbp.cli import run
-from mgwfbp.cli.workers import _free_port
+from mgwfbp.cli.children import free_port
 from tests.commands import mgwfbp
 from tests.train.ranks import fork_all
 
@@ -126,7 +126,7 @@ def one_rank(rank: int, workers: int, port: int, folder: Path, *arguments: str) 
 
 def test_a_model_that_fails_is_one_line_on_every_rank() -> None:
     broken = ("--factory", "tests.measure.models:broken_factory", *QUICK, "-o", "result.json")
-    port = _free_port()
+    port = free_port()
     assert fork_all([(one_rank, (rank, 2, port, Path.cwd(), *broken)) for rank in range(2)]) == [1, 1]
     for rank in range(2):
         said = Path(f"rank{rank}.txt").read_text()

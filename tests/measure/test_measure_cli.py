@@ -1,5 +1,6 @@
 """``mgwfbp measure`` as a user runs it: files, usage, failures; with workers and under torchrun in real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -208,6 +209,15 @@ def test_a_failure_is_one_line_and_status_1_and_nothing_is_written(
     )
     for message in messages:
         assert message.replace("LINE", str(raised_at)) in line
+
+
+def test_a_broken_profile_is_no_fault_of_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events = [{"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 10**400, "dur": 1}]
+    path = tmp_path.parent / "broken-profile.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    line = fails(capsys, 1, "profile", str(path), *FACTORY)
+    assert line.startswith(f"mgwfbp: {path}: traceEvents: ts of 'aten::add' is 1000")
+    assert "model" not in line
 
 
 def test_a_model_that_fails_on_the_workers_is_one_line_on_every_rank() -> None:

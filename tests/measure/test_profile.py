@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from mgwfbp import FileError, FormatError, ModelTrace, measure_backward
+from mgwfbp import FileError, FormatError, MgwfbpError, ModelTrace, measure_backward
 from mgwfbp.measure.profile import trace_from_profile
 from mgwfbp.measure.workload import Workload
 from tests.measure.models import Odd, SlowMiddle
+from tests.mutations import Damage
 
 US = 1e-6
 
@@ -301,10 +303,69 @@ def test_a_time_that_is_no_number_is_refused(tmp_path: Path) -> None:
     assert "ts of 'aten::linear' is 'soon', expected a number" in refusal(tape.save(tmp_path))
 
 
+@pytest.mark.parametrize("field", ["ts", "dur"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, float("inf"), float("nan"), 1e19])
+def test_a_time_that_no_clock_shows_is_refused_by_its_event_and_field(tmp_path: Path, field: str, value: float) -> None:
+    tape = Tape()
+    tape.step(0.0)
+    tape.step(1000.0)
+    tape.events[0][field] = value
+    message = refusal(tape.save(tmp_path))
+    assert f"traceEvents: {field} of 'aten::linear' is " in message
+    assert "expected microseconds within 1e+18 of 0" in message
+
+
+@pytest.mark.parametrize("value", [None, [], {"a": []}, "x", [[[7]]], 2**70, -1, 1.5, True])
+@pytest.mark.parametrize("field", ["correlation", "stream"])
+def test_a_kernel_whose_launch_cannot_be_told_is_left_out(tmp_path: Path, field: str, value: Any) -> None:
+    tape = Tape()
+    for number in range(3):
+        tape.step(1000.0 * number)
+    tape.add("kernel", "odd", 5.0, 9000.0, 7, 0, **{"correlation": 10**6, "stream": 7, field: value})
+    check_by_hand(trace_from_profile(tape.save(tmp_path), on_meta(two_layers, 2, 4)))
+
+
+def test_work_that_seems_to_end_before_it_starts_lasts_no_time(tmp_path: Path) -> None:
+    tape = Tape()
+    tape.add("cpu_op", "aten::linear", 10, 20, 2)
+    tape.add("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 70, 10, 2)
+    for ts, shape in ((82, (2,)), (87, (2, 3)), (110, (3,)), (120, (3, 4))):
+        tape.gradient(ts, *shape)
+    tape.events[-1]["dur"] = -100
+    trace = trace_from_profile(tape.save(tmp_path), on_meta(two_layers, 2, 4))
+    # Each gradient is ready 2 us after it began, the last one at once.
+    assert [layer.backward_s for layer in trace.layers] == pytest.approx([14 * US, 5 * US, 23 * US, 8 * US])
+
+
+def test_more_values_than_a_profile_has_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("{}," * 4_000_000)  # which is no JSON: whoever parses it says so
+    assert "more values than a profile of this size has" in refusal(path)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_a_damaged_profile_gives_a_trace_or_one_line_that_names_it(tmp_path: Path, batch: int) -> None:
+    tape, workload = Tape(), on_meta(two_layers, 2, 4)
+    for number in range(2):
+        tape.step(1000.0 * number)
+    whole = tape.save(tmp_path).read_text()
+    for seed in range(50 * batch, 50 * (batch + 1)):
+        source, path = random.Random(seed), tmp_path / f"{seed}.json"
+        damage = Damage(source)
+        path.write_bytes(damage.text(whole) if seed % 5 == 0 else json.dumps(damage.tree(json.loads(whole))).encode())
+        try:
+            trace_from_profile(path, workload)
+        except MgwfbpError as error:
+            problem = str(error)
+            assert problem.startswith(f"{path}: "), (seed, problem)
+            assert problem.isprintable(), (seed, problem)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"traceEvents": [{"ph": "X"', "not JSON"),
+        ('{"traceEvents": [' + "9" * 5000 + "]}", "a number of thousands of digits"),
         ("", "not JSON"),
         ("[]", "not a profile"),
         ('{"format": "mgwfbp.trace/1"}', "not a profile"),

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from mgwfbp import LayerTrace, LinearCost, ModelTrace, find_plan, predict
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, predict
 from mgwfbp.report.inputs import Inputs
 from mgwfbp.report.matching import find_cases
 from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
@@ -91,3 +91,15 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: pathlib.Pat
     assert done.returncode == 1
     assert done.stderr.startswith("mgwfbp: figures need matplotlib")
     assert "mgwfbp[report]" in done.stderr
+
+
+def test_steps_of_nothing_and_names_that_no_font_has_are_drawn_without_a_warning() -> None:
+    from mgwfbp.report.figures import render_figure
+
+    layers = (LayerTrace("a", 0.0, 4),)
+    trace, cost = ModelTrace("m", 0.0, layers), LinearCost(2, 0.0, 0.0)
+    step = predict(trace, cost, find_plan(trace, cost))
+    steps = Panel("\x1b[31m", timelines=(("網\n\ue000", step),))
+    network = Network("\x07", "ring", 0.0, 0.0)
+    for figure in (Figure("\x1b", (steps,)), paper_figure(5, Inputs(networks=(("n", network),)))):
+        assert render_figure(figure, "png").startswith(BEGINNINGS["png"])

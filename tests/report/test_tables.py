@@ -181,6 +181,8 @@ def test_without_start_up_or_with_more_bandwidth_no_message_takes_longer(cost: L
 def test_one_worker_has_no_what_if() -> None:
     case = Case("toy", "", 1, (), TRACE, LinearCost(1, 0.0, 0.0))
     assert find_what_if(case) is None
+    # A benchmark of four workers may hold the cost of one, which says nothing of a link.
+    assert find_what_if(Case("toy", "", 4, (), TRACE, LinearCost(1, 1.0, 1.0))) is None
 
 
 def test_a_timeline_joins_the_strategy_whose_messages_it_has(tmp_path: Path) -> None:

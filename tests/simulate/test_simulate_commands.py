@@ -166,7 +166,7 @@ def test_a_trace_without_layers_and_a_negative_rate_are_refused(
 def terminal_output(arguments: list[str]) -> str:
     """Run the command with a terminal for its stderr and return what appears there."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from mgwfbp.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from mgwfbp.__main__ import main; main()", *arguments]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
         os.close(theirs)
         seen = b""

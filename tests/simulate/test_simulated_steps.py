@@ -374,6 +374,9 @@ def test_a_plan_for_another_model_and_a_step_that_was_not_simulated_are_refused(
 
 
 def test_times_beyond_all_numbers_are_refused() -> None:
-    trace = ModelTrace("huge", 1e308, (LayerTrace("a", 0.5e308, 1),))
-    with pytest.raises(SimulationError, match="longer than a number can hold"):
-        simulate_steps(trace, TOY_COST, MergePlan.of_sizes(trace, [1]), Scenario(stragglers=(2.0,)))
+    trace = ModelTrace("huge", 0.7e100, (LayerTrace("a", 0.1e100, 1),))
+    plan = MergePlan.of_sizes(trace, [1])
+    with pytest.raises(SimulationError, match=r"computation of a step of 'huge' is 1\.6e\+100, expected"):
+        simulate_steps(trace, TOY_COST, plan, Scenario(stragglers=(2.0,)))
+    with pytest.raises(SimulationError, match=r"last message's end in a step of 'huge' is 1\.7e\+100, expected"):
+        simulate_steps(trace, LinearCost(2, 0.9e100, 0.0), plan)

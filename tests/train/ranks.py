@@ -135,7 +135,7 @@ def train(rank: int, config: TrainConfig, folder: Path, resume: bool, job: Job |
             folder,
             torch.device("cpu"),
             resume=resume,
-            is_asked_to_stop=lambda: bool(asked),
+            why_stop=lambda: "the test" if asked else "",
             listener=listener,
             job=job,
         )

@@ -62,8 +62,8 @@ def test_the_torn_last_line_of_a_killed_run_does_not_count(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("file", "content", "error", "words"),
     [
-        ("log.jsonl", "{}\n", FormatError, "line 1.step: missing"),
-        ("log.jsonl", "{\n", FormatError, "line 1 is not JSON"),
+        ("log.jsonl", "{}\n", FormatError, "line 1: step: missing"),
+        ("log.jsonl", "{\n", FormatError, "line 1: not JSON"),
         ("epochs.jsonl", log_line(LoggedEpoch(0, 1, 1, 0.5, 1, 1)).replace("0.5", "1.5"), FormatError, "top1 is 1.5"),
         ("config.json", '{"format": "mgwfbp.plan/1"}', FormatError, "expected 'mgwfbp.train/1'"),
         ("results.json", '{"format": "mgwfbp.run/1", "model": "x"}', FormatError, "strategy: missing"),

@@ -15,9 +15,9 @@ import pytest
 
 from mgwfbp import MergePlan, TrainingRun
 from mgwfbp.cli import run
+from mgwfbp.cli.children import free_port
 from mgwfbp.cli.train import _folder
 from mgwfbp.cli.train_progress import ProgressLines
-from mgwfbp.cli.workers import _free_port
 from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.train.config import TrainConfig
 from tests.train.ranks import context, equal, logged_step, said, train_to_end, wait_until, weights
@@ -175,7 +175,7 @@ def workers_in(folder: str) -> list[int]:
 
 def be_an_agent(folder: Path) -> None:
     """Start the workers of a run as an elastic agent does, tell their ids, and wait to be killed."""
-    port, pids = _free_port(), []
+    port, pids = free_port(), []
     os.environ.update(TORCHELASTIC_RUN_ID="a job", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
     for rank in range(2):
         if (pid := os.fork()) == 0:
@@ -234,6 +234,36 @@ def test_after_a_kill_sigterm_and_a_dead_agent_a_run_ends_as_if_nothing_had_been
     assert "not as before" not in said(folder)
     train_to_end(CONFIG, tmp_path / "whole")
     assert equal(weights(folder), weights(tmp_path / "whole"))
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_that_somebody_ends_is_named_with_the_signal(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with training("-o", str(folder)) as process:
+        wait_until(lambda: logged_step(folder) >= 3, 100)
+        _, *workers = workers_in(str(folder))
+        told = next(pid for pid in workers if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+        os.kill(told, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    last = err.splitlines()[-1]
+    assert last == (
+        f"mgwfbp: worker 1 got SIGTERM: the step was finished and saved; go on with --resume --output {folder}"
+    )
+    assert json.loads((folder / "interrupted.json").read_text())["told_to_stop"] == {"1": "SIGTERM"}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("delay_s", [1.0, 3.0, 5.0])
+def test_an_interrupt_while_training_starts_is_a_line_at_most(tmp_path: Path, delay_s: float) -> None:
+    with training("-o", str(tmp_path / "run")) as process:
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=40)  # less than workers that wait for one another have
+    assert process.returncode in (130, 1, 0), err
+    said = [line for line in err.splitlines() if "SIGINT" in line]
+    assert len(said) == (process.returncode != 130), err
+    assert "Traceback" not in err
 
 
 LAUNCH = """

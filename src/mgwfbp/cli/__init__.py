@@ -22,8 +22,9 @@ from mgwfbp.cli.simulate import simulate
 from mgwfbp.cli.traces import traces
 from mgwfbp.cli.train import train
 from mgwfbp.errors import MgwfbpError
+from mgwfbp.units import quote
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 app = typer.Typer(
     name="mgwfbp",
@@ -52,11 +53,6 @@ def _root(
         raise typer.Exit(2)
 
 
-def main() -> None:
-    """Run the command line; the entry point of ``mgwfbp``."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     try:
@@ -78,6 +74,9 @@ def run(arguments: Sequence[str]) -> int:
         _close_stdout()  # whoever read our output has enough of it
         return 1
     except OSError as error:
+        if error.filename is not None:  # a name that the system does not take, be it only to look whether it is there
+            talk(f"mgwfbp: {quote(error.filename)}: {error.strerror}")
+            return 1
         _close_stdout()
         talk(f"mgwfbp: the output cannot be written: {error.strerror or error}")
         return 1

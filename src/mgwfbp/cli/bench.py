@@ -26,8 +26,8 @@ from mgwfbp.cli.workloads import (
     choose,
     device_of,
 )
-from mgwfbp.errors import StrategyError
-from mgwfbp.record import write_text
+from mgwfbp.errors import StrategyError, TraceError
+from mgwfbp.files import show_path, write_text
 from mgwfbp.results import BenchResult
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_seconds, plural
@@ -92,7 +92,7 @@ def bench(
         )
     else:
         _check_replayed(device, batch_size, image_size, sequence_length)
-        recorded = load_trace(replay)
+        recorded = _load_replay(replay, scale)
     check_device(device)
     if rank() == 0:
         check_writable(output, markdown)
@@ -123,6 +123,18 @@ def _check_replayed(device: str, *of_models: int | None) -> None:
     for option, value in zip(("--batch-size", "--image-size", "--sequence-length"), of_models, strict=True):
         if value is not None:
             raise typer.BadParameter("a replay has that of its trace; leave it out", param_hint=option)
+
+
+def _load_replay(name: str, scale: float) -> ModelTrace:
+    """Return the recorded trace, or refuse one whose steps nobody can wait for before any worker is started."""
+    recorded = load_trace(name)
+    step_s = recorded.compute_s * scale
+    if not 0 < step_s <= BENCH_TIMEOUT_S:
+        raise TraceError(
+            f"{show_path(name)}: a step of it would take {format_seconds(step_s)} of computation, expected more than "
+            f"nothing and {BENCH_TIMEOUT_S:g} s at most; see --scale"
+        )
+    return recorded
 
 
 def _strategy_names(text: str) -> tuple[str, ...]:

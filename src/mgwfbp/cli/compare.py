@@ -42,7 +42,8 @@ def compare(
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return
-    talk(f"{model!r}\n{network!r}")
+    talk(repr(model))
+    talk(repr(network))
     print_comparison(rows)
 
 

@@ -9,10 +9,11 @@ from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import Output
 from mgwfbp.cli.output import check_not_input, talk, write_record
 from mgwfbp.cost import LinearCost
+from mgwfbp.files import naming
 from mgwfbp.fitting import LINE_IS_GOOD_ENOUGH, FitKind, fit
 from mgwfbp.measure.sweeps import SWEEP_READERS
 from mgwfbp.network import PRESETS
-from mgwfbp.record import naming
+from mgwfbp.units import printable
 
 __all__ = ["cost"]
 
@@ -47,7 +48,7 @@ def cost(
     if per_node > 1 or inside is not None:
         raise typer.BadParameter("a measured sweep has its own nodes", param_hint=["--per-node", "--inside"])
     samples = SWEEP_READERS[name](path)
-    source = {"sweep": name, "file": Path(path).name}
+    source = {"sweep": name, "file": printable(Path(path).name)}
     with naming(path):
         found = fit(samples, workers, kind=kind, source=source)
     write_record(found.cost, output)

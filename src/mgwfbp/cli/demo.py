@@ -1,6 +1,7 @@
 """``mgwfbp demo``: what the README's first command runs."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.children import start_child
+from mgwfbp.cli.output import print_line, print_table, talk
 from mgwfbp.cli.report import report
 from mgwfbp.errors import FileError, LabError, TrainError
 from mgwfbp.lab import Cluster, parse_rate, run_lab
@@ -51,10 +53,12 @@ def demo(
         command = [sys.executable, "-m", "mgwfbp", "train", "--strategy", strategy, "--epochs", str(epochs)]
         command += ["--output", str(place)]
         if lab:
-            talk(f"\n{strategy}: {workers} emulated hosts with links of {rate}")
+            talk("")
+            talk(f"{strategy}: {workers} emulated hosts with links of {rate}")
             lab = _train_in_lab(command, cluster)
         if not lab:
-            talk(f"\n{strategy}: {plural(workers, 'worker')} on this machine")
+            talk("")
+            talk(f"{strategy}: {plural(workers, 'worker')} on this machine")
             _train_here([*command, "--workers", str(workers)])
         runs.append(TrainingRun.load(place))
         if runs[-1].results is None:
@@ -78,10 +82,16 @@ def _train_in_lab(command: Sequence[str], cluster: Cluster) -> bool:
 
 
 def _train_here(command: Sequence[str]) -> None:
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:  # noqa: S603
+    with start_child(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None  # noqa: S101  # it is a pipe
-        for line in process.stderr:
-            _show_line(line.rstrip())
+        try:
+            for line in process.stderr:
+                _show_line(line.rstrip())
+        except KeyboardInterrupt:  # passed on once; the run saves the step at hand
+            process.send_signal(signal.SIGINT)
+            for line in process.stderr:
+                _show_line(line.rstrip())
+            raise
     if process.returncode:
         raise TrainError(f"`{' '.join(command[1:])}` failed, status {process.returncode}")
 
@@ -119,7 +129,7 @@ def _show(runs: Sequence[TrainingRun]) -> None:
         if tuned.plan is not None and tuned.plan.planner == "ddp":
             typer.echo("They are the same: of all plans that were tried here, none was faster than DDP's own buckets.")
     elif tuning.get("reason"):  # it gave up
-        typer.echo(f"the tuner kept DDP's own buckets: {tuning['reason']}")
+        print_line(f"the tuner kept DDP's own buckets: {tuning['reason']}")
     else:
         typer.echo("the run was too short for the tuner to settle: give more --epochs")
 
@@ -128,4 +138,4 @@ def _write_report(folder: Path, runs: Sequence[TrainingRun]) -> None:
     """Write a page with both runs and say where it is."""
     page = folder / "report.html"
     report([str(run.folder) for run in runs], output=str(page))
-    typer.echo(f"both runs, step by step: {page}")
+    print_line(f"both runs, step by step: {page}")

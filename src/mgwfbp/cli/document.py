@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import typer
 
-from mgwfbp.cli.output import print_table
+from mgwfbp.cli.output import print_line, print_table
+from mgwfbp.units import printable
 
 __all__ = ["Grid", "Part", "Section", "print_sections", "to_markdown"]
 
@@ -35,15 +36,16 @@ class Section:
 def print_sections(sections: Sequence[Section]) -> None:
     """Print sections to stdout."""
     for section in sections:
-        typer.echo(f"{section.title}\n{'=' * len(section.title)}")
+        print_line(section.title)
+        print_line("=" * len(section.title))
         for part in section.parts:
             if isinstance(part, Grid):
                 print_table(part.titles, part.rows)
             elif isinstance(part, tuple):
                 for line in part:
-                    typer.echo(textwrap.fill(line, _WIDTH, initial_indent="- ", subsequent_indent="  "))
+                    typer.echo(textwrap.fill(printable(line), _WIDTH, initial_indent="- ", subsequent_indent="  "))
             else:
-                typer.echo(textwrap.fill(part, _WIDTH))
+                typer.echo(textwrap.fill(printable(part), _WIDTH))
             typer.echo("")
 
 
@@ -67,4 +69,4 @@ def _markdown_table(grid: Grid) -> list[str]:
 
 
 def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    return printable(cell).replace("|", "\\|")

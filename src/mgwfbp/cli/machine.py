@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mgwfbp.units import printable
+
 __all__ = ["describe_run", "meters", "since"]
 
 
@@ -19,7 +21,7 @@ def describe_run() -> dict[str, Any]:
     import mgwfbp
 
     return {
-        "command": shlex.join(["mgwfbp", *sys.argv[1:]]),
+        "command": printable(shlex.join(["mgwfbp", *sys.argv[1:]])),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "mgwfbp": mgwfbp.__version__,
         "torch": torch.__version__,

@@ -1,14 +1,15 @@
 """Networks and costs by name: a preset, a network.json or a cost.json, and what other options say of its links."""
 
-from pathlib import Path
+import os
 from typing import Annotated
 
 import typer
 
-from mgwfbp.cost import LinearCost, PiecewiseCost, load_cost
+from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
+from mgwfbp.files import naming, read_json
 from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
-from mgwfbp.record import read_json
 from mgwfbp.simulate import Cluster, CostSource, MeasuredCluster
+from mgwfbp.units import printable
 
 __all__ = ["CostOrNetwork", "Inside", "Links", "NetworkWorkers", "PerNode", "read_cost"]
 
@@ -58,34 +59,37 @@ class Links:
 
     def source(self, name: str, option: str = "--network") -> CostSource:
         """Return the cluster, or the workers of a measured cost, of which nothing else can be said."""
-        measured = _measured_cost(name)
-        if measured is None:
-            return self.cluster(name)
+        found = _cost_or_network(name)
+        if isinstance(found, Network):
+            return self.join(found)
         if self._algorithm or self._inside or self._slow_link != 1.0:
             raise typer.BadParameter(
                 f"{name} is a measured cost; --algorithm, --inside and --slow-link need a network", param_hint=option
             )
-        return MeasuredCluster(name, measured)
+        return MeasuredCluster(printable(name), found)
 
 
 def read_cost(name: str, workers: int | None, links: Links) -> LinearCost | PiecewiseCost:
     """Return what --cost stands for: a cost, or that of a network between so many workers."""
-    source, measured = links.source(name, "--cost"), _measured_cost(name)
-    if measured is not None:
-        source.cost(workers or measured.workers)  # which refuses any other number
-        return measured
-    if workers is None:
+    source = links.source(name, "--cost")
+    if isinstance(source, MeasuredCluster):
+        cost = source.cost(workers or source.measured.workers)  # which refuses any other number
+    elif workers is None:
         raise typer.BadParameter(
             f"missing; {name} is a network and does not say how many it joins", param_hint="--workers"
         )
-    return links.cluster(name).cost(workers)
+    else:
+        cost = source.cost(workers)
+    if not isinstance(cost, LinearCost | PiecewiseCost):  # no other kind is read from a file
+        raise typer.BadParameter(f"{name} is no cost that can be written", param_hint="--cost")
+    return cost
 
 
-def _measured_cost(name: str) -> LinearCost | PiecewiseCost | None:
-    """Return the cost if the name is that of a cost.json."""
-    if name.lower() in PRESETS or not Path(name).is_file():
-        return None
+def _cost_or_network(name: str) -> LinearCost | PiecewiseCost | Network:
+    """Return what a preset's name or a file stands for, read once: a pipe gives its content only once."""
+    if name.lower() in PRESETS or not os.path.exists(name):  # noqa: PTH110 - a name may be too long for a file's
+        return load_network(name)
     data = read_json(name)
-    if isinstance(data, dict) and data.get("format") == LinearCost.FORMAT:
-        return load_cost(name)
-    return None
+    with naming(name):
+        is_cost = isinstance(data, dict) and data.get("format") == LinearCost.FORMAT
+        return cost_from_json(data) if is_cost else Network.from_json(data)

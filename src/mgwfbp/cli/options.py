@@ -9,8 +9,18 @@ import typer
 from mgwfbp.errors import PlanError
 from mgwfbp.planners import PLANNERS, Planner, plan_bucket, planner_of
 from mgwfbp.planners.fixed import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
+from mgwfbp.units import quote
 
-__all__ = ["BucketMb", "FirstBucketMb", "Output", "PlannerName", "TraceFile", "find_planner", "planners"]
+__all__ = [
+    "BucketMb",
+    "FirstBucketMb",
+    "Output",
+    "PlannerName",
+    "TraceFile",
+    "find_planner",
+    "planners",
+    "worker_counts",
+]
 
 _MIB = 2**20
 
@@ -57,6 +67,17 @@ def planners(bucket_mb: float, first_bucket_mb: float) -> dict[str, Planner]:
     first_bucket_bytes = _cap_bytes("--first-bucket-mb", first_bucket_mb)
     bucket = partial(plan_bucket, first_bucket_bytes=first_bucket_bytes, bucket_bytes=bucket_bytes)
     return {**PLANNERS, "bucket": bucket}
+
+
+def worker_counts(text: str) -> list[int]:
+    """Return the numbers of workers that were asked for, ``4,8,16``."""
+    counts = []
+    for part in text.split(","):
+        # No number of workers has a hundred digits, and Python refuses to read one of thousands.
+        if not part.strip().isdecimal() or len(part) > 100 or int(part) < 1:
+            raise typer.BadParameter(f"{quote(part)}, expected whole numbers of 1 or more: 4,8", param_hint="--workers")
+        counts.append(int(part))
+    return counts
 
 
 def _cap_bytes(option: str, size_mb: float) -> int:

@@ -1,4 +1,8 @@
-"""Results to stdout or a file, talk to stderr; tables for a terminal, plain text for a pipe."""
+"""Results to stdout or a file, talk to stderr; tables for a terminal, plain text for a pipe.
+
+Names come from files of others: whatever is printed here is shown as `printable` has it, so that no name moves the
+cursor, colours the screen or starts a line of its own.
+"""
 
 import os
 import sys
@@ -13,15 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from mgwfbp.errors import FileError
+from mgwfbp.files import show_path
 from mgwfbp.record import Record
+from mgwfbp.units import printable
 
-__all__ = ["check_not_input", "check_writable", "print_table", "talk", "write_record"]
+__all__ = ["check_not_input", "check_writable", "print_line", "print_table", "talk", "write_record"]
 
 
 def talk(message: str) -> None:
-    """Say something that is not the result; nobody need be there to hear it."""
+    """Say a line that is not the result; nobody need be there to hear it."""
     with suppress(OSError):
-        typer.echo(message, err=True)
+        typer.echo(printable(message), err=True)
+
+
+def print_line(text: str) -> None:
+    """Print a line of the result."""
+    typer.echo(printable(text))
 
 
 def check_writable(*paths: str | None) -> None:
@@ -29,13 +40,13 @@ def check_writable(*paths: str | None) -> None:
     for path in paths:
         if path is None:
             continue
-        folder = Path(os.path.realpath(path)).parent
+        folder, name = Path(os.path.realpath(path)).parent, show_path(path)
         if Path(path).is_dir():
-            raise FileError(f"{path}: cannot be written: it is a folder")
+            raise FileError(f"{name}: cannot be written: it is a folder")
         if not folder.is_dir():
-            raise FileError(f"{path}: cannot be written: {folder} is no folder")
+            raise FileError(f"{name}: cannot be written: {show_path(folder)} is no folder")
         if not os.access(path if Path(path).exists() else folder, os.W_OK):
-            raise FileError(f"{path}: cannot be written: permission denied")
+            raise FileError(f"{name}: cannot be written: permission denied")
 
 
 def check_not_input(output: str | None, inputs: Iterable[str]) -> None:
@@ -60,6 +71,7 @@ def write_record(record: Record, path: str | None) -> None:
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under titles, the first column to the left, the others to the right."""
+    titles, *rows = [[printable(cell) for cell in row] for row in (titles, *rows)]
     if sys.stdout is not None and sys.stdout.isatty():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for index, title in enumerate(titles):

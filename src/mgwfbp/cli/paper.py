@@ -13,9 +13,9 @@ from mgwfbp.cli.output import talk
 from mgwfbp.cli.paper_text import beyond_section, evaluation_sections
 from mgwfbp.cli.progress import show_progress
 from mgwfbp.cli.simulate import strategy_of
+from mgwfbp.files import write_text
 from mgwfbp.network import PRESETS, Network, load_network
 from mgwfbp.planners import PLANNERS
-from mgwfbp.record import write_text
 from mgwfbp.simulate import Cluster, Grid, SweepRow, find_crossing, find_limits, sweep
 from mgwfbp.simulate.evaluation import by_layer, compare_with_paper, paper_rows
 from mgwfbp.trace import ModelTrace, load_trace
@@ -68,7 +68,7 @@ def paper(
     strategies = [strategy_of(name, dict(PLANNERS)) for name in STRATEGIES]
     rows = {model: paper_rows(traces[model], link, strategies) for model in traces}
     if as_json:
-        text = json.dumps(_to_json(rows, beyond), indent=1) + "\n"
+        text = json.dumps(_to_json(rows, beyond), indent=1, allow_nan=False) + "\n"
     else:
         sections = [*evaluation_sections(traces, rows, link), beyond_section(beyond)]
         text = to_markdown("The paper's evaluation again (simulated)", sections)

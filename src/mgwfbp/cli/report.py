@@ -17,12 +17,13 @@ from mgwfbp.cli.options import (
     FirstBucketMb,
     find_planner,
     planners,
+    worker_counts,
 )
 from mgwfbp.cli.output import check_not_input, talk
 from mgwfbp.errors import FileError, ReportError
+from mgwfbp.files import show_path, write_bytes, write_text
 from mgwfbp.network import PRESETS, load_network
 from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.record import write_bytes, write_text
 from mgwfbp.report.inputs import Inputs, load_inputs
 from mgwfbp.report.matching import find_cases
 from mgwfbp.report.page import build_page
@@ -30,6 +31,7 @@ from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
 from mgwfbp.report.perfetto import timelines_of, to_perfetto
 from mgwfbp.report.text import draw_case
 from mgwfbp.report.words import summarize_runs, summarize_scaling
+from mgwfbp.units import printable
 
 __all__ = ["report"]
 
@@ -94,13 +96,14 @@ def report(
     given = load_inputs(inputs or ())
     named = tuple((name, load_network(name)) for name in network or ())
     given = replace(given, networks=(*given.networks, *named))
-    counts = _worker_counts(workers)
+    counts = worker_counts(workers) if workers is not None else []
     if given.networks and given.traces and not counts and figure in (None, "timelines"):
         raise typer.BadParameter("missing; a network does not say how many there are", param_hint="--workers")
     given = _on_nodes(given, counts, Links(per_node, inside)) if inside is not None or per_node > 1 else given
     everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
     if chosen == "html":
-        _write(build_page(given, workers=counts, planners=everyone, title=title), output)
+        heading = None if title is None else printable(title)
+        _write(build_page(given, workers=counts, planners=everyone, title=heading), output)
     elif chosen == "text":
         _write(_text(given, counts, everyone), output)
     elif chosen == "perfetto":
@@ -119,15 +122,6 @@ def _on_nodes(given: Inputs, counts: Sequence[int], links: Links) -> Inputs:
     return replace(given, networks=(), costs=(*given.costs, *costs))
 
 
-def _worker_counts(text: str | None) -> list[int]:
-    counts = []
-    for part in text.split(",") if text is not None else ():
-        if not part.strip().isdecimal() or int(part) < 1:
-            raise typer.BadParameter(f"{part!r}, expected whole numbers of 1 or more: 4,8", param_hint="--workers")
-        counts.append(int(part))
-    return counts
-
-
 def _chosen_planners(names: list[str] | None, everyone: dict[str, Planner]) -> dict[str, Planner]:
     chosen = ",".join(names).split(",") if names else list(everyone)
     return {name: find_planner(name, everyone) for name in chosen}
@@ -135,7 +129,7 @@ def _chosen_planners(names: list[str] | None, everyone: dict[str, Planner]) -> d
 
 def _write(text: str, output: str | None) -> None:
     if output is None:
-        typer.echo(text, nl=False)
+        typer.echo(text.encode(), nl=False)  # bytes: a page says that it is UTF-8, whatever the terminal's encoding
         return
     write_text(output, text)
     talk(f"wrote {output}")
@@ -144,8 +138,8 @@ def _write(text: str, output: str | None) -> None:
 def _text(given: Inputs, counts: list[int], everyone: dict[str, Planner]) -> str:
     width = min(200, max(40, shutil.get_terminal_size((100, 24)).columns))
     parts = [draw_case(case, width=width) for case in find_cases(given, workers=counts, planners=everyone)]
-    parts += [words + "\n" for words in summarize_scaling([row for _, rows in given.sweeps for row in rows])]
-    parts += [words + "\n" for words in summarize_runs(given.runs)]
+    parts += [printable(words) + "\n" for words in summarize_scaling([row for _, rows in given.sweeps for row in rows])]
+    parts += [printable(words) + "\n" for words in summarize_runs(given.runs)]
     if not parts:
         raise ReportError("there is nothing to show: give a trace and a cost, a timeline, a benchmark or a run")
     return "\n".join(parts)
@@ -167,7 +161,7 @@ def _write_figures(
         try:
             Path(output).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise FileError(f"{output}: cannot be made a folder: {error.strerror or error}") from error
+            raise FileError(f"{show_path(output)}: cannot be made a folder: {error.strerror or error}") from error
         for number in FIGURES:
             _write_picture(
                 render_figure(paper_figure(number, given), form), str(Path(output) / f"figure{number}.{form}")

@@ -14,8 +14,9 @@ from mgwfbp.cli.options import (
     TraceFile,
     find_planner,
     planners,
+    worker_counts,
 )
-from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.output import print_line, print_table, talk
 from mgwfbp.cli.progress import show_progress
 from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
@@ -33,7 +34,7 @@ from mgwfbp.simulate import (
 )
 from mgwfbp.simulate.scenario import MAX_JITTER
 from mgwfbp.trace import load_trace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_seconds, printable
 
 __all__ = ["print_rows", "simulate", "strategy_of"]
 
@@ -109,17 +110,17 @@ def simulate(
     strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
     links = Links(per_node, inside, algorithm, slow_link)
     sources = [links.source(name) for name in network]
-    counts = _worker_counts(workers) if workers is not None else _measured_counts(sources)
+    counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
     model = load_trace(trace)
     rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
     if as_json:
-        typer.echo(json.dumps([row.to_json() for row in rows], indent=1))
+        typer.echo(json.dumps([row.to_json() for row in rows], indent=1, allow_nan=False))
         return
     talk(repr(model))
     print_rows(sorted(rows, key=lambda row: [source.name for source in sources].index(row.network)))
     for finding in find_limits(rows):
-        typer.echo(str(finding))
+        print_line(str(finding))
 
 
 def _measured_counts(sources: list[CostSource]) -> list[int]:
@@ -138,16 +139,7 @@ def strategy_of(name: str, chosen: dict[str, Planner]) -> Strategy:
 
 def _fixed(path: str) -> Strategy:
     plan = MergePlan.load(path)
-    return Strategy(path, lambda trace, cost: plan)  # noqa: ARG005 - every planner takes both
-
-
-def _worker_counts(text: str) -> list[int]:
-    counts = []
-    for part in text.split(","):
-        if not part.strip().isdecimal() or int(part) < 1:
-            raise typer.BadParameter(f"{part!r}, expected whole numbers of 1 or more: 4,8,16", param_hint="--workers")
-        counts.append(int(part))
-    return counts
+    return Strategy(printable(path), lambda trace, cost: plan)  # noqa: ARG005 - every planner takes both
 
 
 def _scales(text: str) -> list[float]:

@@ -1,35 +1,19 @@
 """``mgwfbp train``: data-parallel training with any strategy."""
 
 import os
-import signal
-import sys
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from mgwfbp.cli.blame import failures_of
-from mgwfbp.cli.output import talk
-from mgwfbp.cli.report import report
-from mgwfbp.cli.train_progress import ProgressLines
-from mgwfbp.cli.workers import network_name, process_group, rank, under_launcher
-from mgwfbp.errors import MgwfbpError, TrainError
-from mgwfbp.run import TrainingRun
+from mgwfbp.cli.train_run import start, work
+from mgwfbp.cli.workers import under_launcher
+from mgwfbp.errors import TrainError
 from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
-from mgwfbp.train.listener import Listener
-from mgwfbp.units import plural
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["train"]
 
-# How long workers that were told to stop have for the step at hand and a checkpoint, unless --timeout is shorter; a
-# worker that hangs delays a restart by as much.
-SHUTDOWN_S = 60
-# How long workers wait for the others to start, whatever --timeout says: on a busy machine they start slowly.
-START_S = 120.0
 DEFAULTS = TrainConfig()
 
 _WHAT, _HOW, _WORKERS, _FILES = "What to train", "How", "Workers", "Files"
@@ -193,9 +177,9 @@ def train(
     if under_launcher():
         if output is None:
             raise typer.BadParameter("give the run a folder, the same on every start", param_hint="--output")
-        _work(config, Path(output), resume=resume)
+        work(config, Path(output), resume=resume)
     else:
-        _start(config, _folder(config, output, resume=resume), resume=resume, max_restarts=max_restarts)
+        start(config, _folder(config, output, resume=resume), resume=resume, max_restarts=max_restarts)
 
 
 def _count_workers(workers: int | None) -> int:
@@ -225,102 +209,3 @@ def _folder(config: TrainConfig, output: str | None, *, resume: bool) -> Path:
     name = f"{config.model.rpartition(':')[2]}-{plan.stem if plan.suffix == '.json' else plan.name}"
     names = (Path("runs") / f"{name}-{number}" for number in count(1))
     return next(folder for folder in names if not folder.exists())
-
-
-def _find_own_modules() -> None:
-    """Let a factory stand in the folder we are run from; Python looks there only when run as `python -m`."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-
-
-def _start(config: TrainConfig, folder: Path, *, resume: bool, max_restarts: int) -> None:
-    """Check everything that can be, then start the workers and wait for them."""
-    _find_own_modules()
-    from mgwfbp.train.claim import make_folder
-    from mgwfbp.train.launch import launch
-    from mgwfbp.train.worker import INTERRUPTED, check_folder, check_startable
-
-    with failures_of(config.model, config.batch_size, config.device):
-        check_startable(config)
-    check_folder(folder, resume=resume)
-    make_folder(folder)
-    # As torchrun does; torch reads it when a worker imports it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A store of its own for every start: in one that outlives a restart, workers find where the dead ones listened.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # The options again: of two --output the last one counts.
-    command = [sys.executable, "-m", "mgwfbp", *sys.argv[1:], "--output", str(folder)]
-    talk(f"{folder}: {plural(config.workers, 'worker')}, {config.model} on {config.data}, strategy {config.strategy}")
-    stopped_by = launch(
-        command, workers=config.workers, max_restarts=max_restarts, shutdown_s=int(min(SHUTDOWN_S, config.timeout_s))
-    )
-    again = f"go on with --resume --output {folder}"
-    if stopped_by is not None and not (folder / "results.json").exists():
-        if not (folder / INTERRUPTED).exists():
-            raise TrainError(f"ended by {stopped_by} before it could be saved; {again}")
-        talk(f"{stopped_by}: the step was finished and saved; {again}")
-        return
-    _show_results(folder)
-
-
-def _show_results(folder: Path) -> None:
-    results = TrainingRun.load(folder).results
-    if results is None:
-        raise TrainError(f"{folder}: the workers ended without results")
-    count = results.num_messages
-    messages = "torch's own buckets" if count is None else f"{plural(count, 'message')} a step"
-    typer.echo(
-        f"top-1 {results.top1:.2%}, top-5 {results.top5:.2%} after {plural(results.epochs, 'epoch')}; "
-        f"{results.samples_per_s:.0f} samples/s in {messages}; {folder}"
-    )
-
-
-def _work(config: TrainConfig, folder: Path, *, resume: bool) -> None:
-    """Be one of the workers."""
-    asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda found, _: asked.append(found))
-    # An elastic agent that is gone can start nobody again: leave, too, as if it had asked.
-    job_name = os.environ.get("TORCHELASTIC_RUN_ID")
-    agent = None if job_name is None else os.getppid()
-    is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    _find_own_modules()
-    import torch
-
-    from mgwfbp.train.claim import Job
-    from mgwfbp.train.failures import lost_workers
-    from mgwfbp.train.worker import check_machine, run_worker
-
-    check_machine(config)
-    listener: Listener = ProgressLines() if rank() == 0 else Listener()
-    with (
-        failures_of(config.model, config.batch_size, config.device),
-        lost_workers(),
-        process_group(config.device, None, timeout_s=max(START_S, config.timeout_s)),
-    ):
-        has_ended = run_worker(
-            config,
-            folder,
-            _place(torch.device(config.device)),
-            resume=resume,
-            is_asked_to_stop=lambda: bool(asked) or (agent is not None and os.getppid() != agent),
-            listener=listener,
-            network=network_name(),
-            job=None if job_name is None else Job(job_name, is_restarted),
-        )
-    if has_ended and rank() == 0:
-        _write_report(folder)
-
-
-def _write_report(folder: Path) -> None:
-    """Write the run's page beside its files; a run that has ended well does not fail for want of a picture."""
-    try:
-        report([str(folder)], output=str(folder / "report.html"))
-    except MgwfbpError as error:
-        talk(f"no page: {error}")
-
-
-def _place(device: "torch.device") -> "torch.device":
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device

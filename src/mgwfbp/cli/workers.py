@@ -1,22 +1,21 @@
 """Several workers for one command: those of torchrun, or local ones that we start."""
 
-import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 
+from mgwfbp.cli.children import run_workers
+from mgwfbp.cli.meeting import meeting
 from mgwfbp.errors import MeasureError
 
 __all__ = ["network_name", "process_group", "rank", "start_local_workers", "under_launcher"]
 
-# How long a rank waits for the others before it gives up.
+# How long a rank waits for the others' part in a message before it gives up.
 TIMEOUT_S = 60.0
-# How long the others have to say why they end, once a worker has failed.
-GRACE_S = 10.0
 
 
 def under_launcher() -> bool:
@@ -50,49 +49,12 @@ def start_local_workers(workers: int | None) -> None:
         return
     if workers is None or workers == 1:
         return
-    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
-
-    # As torchrun does. Now, since torch reads it when a worker imports it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # It would tell of every worker it ends by force; what there is to say is said below.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    try:
-        running = start_processes(  # type: ignore[no-untyped-call]  # torch does not type it
-            _worker, (sys.argv[1:], workers, _free_port()), nprocs=workers, start_method="spawn", join=False
-        )
-        while not running.join(grace_period=GRACE_S):
-            pass
-    except ProcessExitedException as error:
-        if error.signal_name is not None:
-            raise MeasureError(f"worker {error.error_index} was killed ({error.signal_name})") from error
-        # The worker has said why.
-        raise typer.Exit(error.exit_code) from error
-    raise typer.Exit
-
-
-def _worker(local_rank: int, arguments: list[str], workers: int, port: int) -> None:
-    from mgwfbp.cli import run
-
-    os.environ.update(
-        RANK=str(local_rank),
-        LOCAL_RANK=str(local_rank),
-        WORLD_SIZE=str(workers),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    sys.exit(run(arguments))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    raise typer.Exit(run_workers([sys.executable, "-m", "mgwfbp", *sys.argv[1:]], workers))
 
 
 @contextmanager
 def process_group(device_type: str, backend: str | None, *, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
-    """Join the other workers for a while."""
+    """Join the other workers for a while; ``timeout_s`` is how long they may be silent once they are there."""
     from datetime import timedelta
 
     import torch
@@ -108,11 +70,17 @@ def process_group(device_type: str, backend: str | None, *, timeout_s: float = T
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     try:
-        if chosen == "gloo":
-            gloo.init_process_group(timeout=timedelta(seconds=timeout_s), device_id=device)
-        else:
-            # nccl would guess the device from the rank, and warn.
-            dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s), device_id=device)
+        with meeting() as store:
+            arguments: Any = {"store": store, "rank": rank(), "world_size": int(os.environ["WORLD_SIZE"])}
+            timeout = timedelta(seconds=timeout_s)
+            if chosen == "gloo":
+                gloo.init_process_group(timeout=timeout, device_id=device, **arguments)
+            else:
+                # nccl would guess the device from the rank, and warn.
+                dist.init_process_group(chosen, timeout=timeout, device_id=device, **arguments)
+            store.set_timeout(timeout)
+    except MeasureError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise MeasureError(f"the workers did not find one another: {str(error).partition(chr(10))[0]}") from error
     try:

@@ -1,7 +1,6 @@
 """What a profile of torch.profiler (a Kineto export) holds that a trace can be made of: `read_profile`."""
 
 import json
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
@@ -10,13 +9,15 @@ from itertools import accumulate
 from typing import Any
 
 from mgwfbp.errors import FormatError
-from mgwfbp.record import naming, read_text
+from mgwfbp.files import MAX_VALUES, count_values, naming, read_text
 from mgwfbp.units import quote
 
 __all__ = ["RECORD", "Event", "GpuWork", "Profile", "read_profile"]
 
-# Profiles are far larger than our own files.
-MAX_PROFILE_BYTES = 2**30
+# Profiles are far larger than our own files, and have some 10 bytes for each value.
+MAX_PROFILE_BYTES, BYTES_OF_A_VALUE = 2**30, 5
+# Times count from the start of the machine or of an epoch: no profile is 30,000 years from either.
+FARTHEST_US = 1e18
 
 RECORD = (
     "record one with `with torch.profiler.profile(record_shapes=True) as prof: ...` around a few whole training steps "
@@ -56,6 +57,20 @@ class GpuWork:
 
 
 @dataclass(frozen=True, slots=True)
+class _OnGpu:
+    """One kernel or copy, before it is known what launched it."""
+
+    event: Event
+    is_kernel: bool
+    correlation: int  # the number of its launch
+    stream: str
+
+    @property
+    def place(self) -> tuple[Hashable, str]:
+        return self.event.thread[0], self.stream
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What is needed of a profile, each in order of time."""
 
@@ -76,10 +91,14 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 def _events(text: str) -> list[Any]:
     """Return the events of a profile; others write it, so NaN and repeated fields, which it may hold, pass."""
+    if count_values(text) > max(MAX_VALUES, len(text) // BYTES_OF_A_VALUE):
+        raise FormatError(f"more values than a profile of this size has; {RECORD}")
     try:
         data = json.loads(text, strict=False)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise FormatError(f"not JSON ({error}): was the export cut short? {RECORD}") from None
+    except ValueError:  # an integer of more digits than Python converts
+        raise FormatError(f"not JSON that can be read: a number of thousands of digits; {RECORD}") from None
     events = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list):
         raise FormatError(f"not a profile (no list 'traceEvents'); {RECORD}")
@@ -94,18 +113,20 @@ def _parse(events: list[Any]) -> Profile:
     zero_grad: list[Event] = []
     gpu_only = False
     launched_s: dict[int, list[float]] = {}
-    on_gpu: list[tuple[dict[str, Any], bool, Event]] = []
+    on_gpu: list[_OnGpu] = []
     for raw in events:
         if not isinstance(raw, dict) or raw.get("ph") != "X":
             continue
-        name, category = str(raw.get("name")), raw.get("cat")
+        name, category = _word(raw.get("name")), raw.get("cat")
         details = raw["args"] if isinstance(raw.get("args"), dict) else {}
+        correlation = details.get("correlation")
         if category in _ON_GPU:
             if "nccl" not in name.lower():
-                on_gpu.append((details, category == "kernel", _make_event(raw)))
+                launch = correlation if isinstance(correlation, int) else -1
+                on_gpu.append(_OnGpu(_make_event(raw), category == "kernel", launch, _word(details.get("stream"))))
         elif category in _LAUNCHES:
-            if isinstance(details.get("correlation"), int):
-                launched_s.setdefault(details["correlation"], []).append(_make_event(raw).start_s)
+            if isinstance(correlation, int):
+                launched_s.setdefault(correlation, []).append(_make_event(raw).start_s)
         elif name.startswith(_BETWEEN_STEPS):
             between.append(_make_event(raw))
         elif name.startswith(_ZERO_GRAD):
@@ -117,7 +138,7 @@ def _parse(events: list[Any]) -> Profile:
         elif category == "cpu_op":
             operations.append(_make_event(raw))
             gpu_only = gpu_only or any(part in name for part in _GPU_OPERATIONS)
-    _check_enough(gradients, gpu_only=gpu_only, has_kernels=any(is_kernel for _, is_kernel, _ in on_gpu))
+    _check_enough(gradients, gpu_only=gpu_only, has_kernels=any(work.is_kernel for work in on_gpu))
     outside = _outside(operations, engine)
     return Profile(
         outside_s=[event.start_s for event in outside],
@@ -130,15 +151,23 @@ def _parse(events: list[Any]) -> Profile:
 
 
 def _make_event(raw: dict[str, Any], shape: tuple[int, ...] | None = None) -> Event:
-    start_s, duration_s = _seconds(raw, "ts"), _seconds(raw, "dur")
-    return Event(start_s, start_s + duration_s, (str(raw.get("pid")), str(raw.get("tid"))), shape)
+    # The clocks of host and GPU are not quite one: what seems to end before it starts lasts no time.
+    start_s, duration_s = _seconds(raw, "ts"), max(0.0, _seconds(raw, "dur"))
+    return Event(start_s, start_s + duration_s, (_word(raw.get("pid")), _word(raw.get("tid"))), shape)
 
 
 def _seconds(raw: dict[str, Any], field: str) -> float:
     value = raw.get(field, 0.0)  # what lasts no time may come without "dur"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise FormatError(f"traceEvents: {field} of {quote(raw.get('name'))} is {quote(value)}, expected a number")
-    return value * 1e-6
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -FARTHEST_US <= value <= FARTHEST_US:
+        expected = "a number" if not is_number else f"microseconds within {FARTHEST_US:g} of 0"
+        raise FormatError(f"traceEvents: {field} of {quote(raw.get('name'))} is {quote(value)}, expected {expected}")
+    return float(value) * 1e-6
+
+
+def _word(value: object) -> str:
+    """Return a name or a number as it stands in the profile, and whatever else there is as something."""
+    return value if isinstance(value, str) else quote(value)
 
 
 def _shape(details: dict[str, Any]) -> tuple[int, ...] | None:
@@ -188,16 +217,14 @@ def _not_within(events: Sequence[Event], spans: Sequence[Event]) -> list[Event]:
     return sorted((event for event in events if not within(event)), key=lambda event: event.start_s)
 
 
-def _gpu_work(
-    on_gpu: Sequence[tuple[dict[str, Any], bool, Event]], launched_s: dict[int, list[float]]
-) -> list[GpuWork]:
+def _gpu_work(on_gpu: Sequence[_OnGpu], launched_s: dict[int, list[float]]) -> list[GpuWork]:
     """Join what ran on the GPU with what launched it; streams that only copy, such as the next batch, are left out."""
-    computing = {(event.thread[0], details.get("stream")) for details, is_kernel, event in on_gpu if is_kernel}
+    computing = {one.place for one in on_gpu if one.is_kernel}
     work = []
-    for details, _, event in on_gpu:
-        launches = launched_s.get(details.get("correlation", -1))
-        if launches and (event.thread[0], details.get("stream")) in computing:
+    for one in on_gpu:
+        launches, event = launched_s.get(one.correlation), one.event
+        if launches and one.place in computing:
             # Numbers of launches may come again: the last one before the work began launched it.
             launch_s = max((moment for moment in launches if moment <= event.start_s), default=min(launches))
             work.append(GpuWork(launch_s, event.start_s, event.end_s))
-    return sorted(work, key=lambda one: one.launched_s)
+    return sorted(work, key=lambda work: work.launched_s)

@@ -10,12 +10,12 @@ from itertools import accumulate, groupby
 from statistics import median
 
 from mgwfbp.errors import FormatError
+from mgwfbp.files import naming
 from mgwfbp.measure.analytic import ready_order
 from mgwfbp.measure.kineto import RECORD, Event, Profile, read_profile
 from mgwfbp.measure.workload import Workload, trainable
-from mgwfbp.record import naming
 from mgwfbp.trace import ModelTrace, layers_of
-from mgwfbp.units import plural
+from mgwfbp.units import plural, printable, quote
 
 __all__ = ["trace_from_profile"]
 
@@ -46,21 +46,21 @@ def trace_from_profile(path: str | os.PathLike[str], workload: Workload) -> Mode
         passes = _whole_passes(profile, Counter(shapes[name] for name in order))
         used = passes[1:] if len(passes) > 1 else passes
         seen = [_moments(profile, one) for one in used]
-    names = _match(passes[-1].gradients, order, shapes)
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
-    unused = [name for name in sizes if name not in order]
-    ready_s = {name: median(ready[place] for _, ready in seen) for place, name in enumerate(names)}
-    layers = layers_of((name, ready_s.get(name, 0.0), sizes[name]) for name in [*unused, *names])
-    known = set(shapes.values())
-    source = {
-        "measured": "profile",
-        "file": os.path.basename(path),  # noqa: PTH119 - a name, not a file
-        "device": "gpu" if profile.gpu else "cpu",
-        "steps": len(used),
-        "unused": unused,
-        "foreign_gradients": sum(event.shape not in known for event in profile.gradients),
-    }
-    return ModelTrace(workload.name, median(forward_s for forward_s, _ in seen), tuple(layers), source)
+        names = _match(passes[-1].gradients, order, shapes)
+        sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
+        unused = [name for name in sizes if name not in order]
+        ready_s = {name: median(ready[place] for _, ready in seen) for place, name in enumerate(names)}
+        layers = layers_of((name, ready_s.get(name, 0.0), sizes[name]) for name in [*unused, *names])
+        known = set(shapes.values())
+        source = {
+            "measured": "profile",
+            "file": printable(os.path.basename(path)),  # noqa: PTH119 - a name, not a file
+            "device": "gpu" if profile.gpu else "cpu",
+            "steps": len(used),
+            "unused": unused,
+            "foreign_gradients": sum(event.shape not in known for event in profile.gradients),
+        }
+        return ModelTrace(workload.name, median(forward_s for forward_s, _ in seen), tuple(layers), source)
 
 
 def _whole_passes(profile: Profile, wanted: Counter[tuple[int, ...]]) -> list[_Pass]:
@@ -78,7 +78,7 @@ def _whole_passes(profile: Profile, wanted: Counter[tuple[int, ...]]) -> list[_P
         odd = next((shape for shape in found if shape not in wanted), None)
         hint = f"the model has {wanted.total()}"
         if odd is not None:
-            hint = f"a gradient of shape {list(odd)} is not the model's"
+            hint = f"a gradient of shape {quote(list(odd))} is not the model's"
         raise FormatError(
             f"no whole backward pass among {plural(found.total(), 'gradient')} ({hint}): another model, or less than "
             f"a step? {RECORD}"

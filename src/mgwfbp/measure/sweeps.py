@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from mgwfbp.errors import FormatError
+from mgwfbp.files import naming, read_text
 from mgwfbp.fitting import Sample
-from mgwfbp.record import naming, read_text
 from mgwfbp.units import quote
 
 __all__ = ["SWEEP_READERS", "read_nccl_tests", "read_osu", "read_points"]

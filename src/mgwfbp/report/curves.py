@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mgwfbp.cost import LinearCost
+from mgwfbp.fitting import SHORTEST_S
+from mgwfbp.record import is_real
 from mgwfbp.report.chart import Chart, Series, Table
 from mgwfbp.report.inputs import KnownCost
 from mgwfbp.run import TrainingRun
@@ -78,16 +80,15 @@ def _between(sizes: Sequence[int]) -> list[int]:
 def _points(cost: KnownCost, name: str) -> list[tuple[int, float]]:
     """Return measured points from the free-form part of a cost, by size; whatever else stands there is none."""
     listed = cost.source.get(name, ())
-    found = [tuple(point) for point in listed if _is_point(point)] if isinstance(listed, (list, tuple)) else []
-    return sorted((int(size), float(time)) for size, time in found)
+    found = [_point(point) for point in listed] if isinstance(listed, (list, tuple)) else []
+    return sorted(point for point in found if point is not None)
 
 
-def _is_point(point: object) -> bool:
-    return (
-        isinstance(point, (list, tuple))
-        and len(point) == 2
-        and all(isinstance(value, (int, float)) and 0 < value < 2**53 for value in point)
-    )
+def _point(point: object) -> tuple[int, float] | None:
+    if not isinstance(point, (list, tuple)) or len(point) != 2 or not all(is_real(value) for value in point):
+        return None
+    size, time = int(point[0]), float(point[1])
+    return (size, time) if 1 <= size <= 2**53 and time >= SHORTEST_S else None
 
 
 def _floats(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -99,7 +100,7 @@ def _fit_words(cost: KnownCost) -> str:
     quality = ""
     if isinstance(found, Mapping) and {"mean_error", "worst_error", "num_sizes"} <= set(found):
         mean, worst, count = (found[key] for key in ("mean_error", "worst_error", "num_sizes"))
-        if all(isinstance(value, (int, float)) for value in (mean, worst, count)):
+        if all(is_real(value) for value in (mean, worst, count)):
             of = "observed in training" if "under_load" in cost.source else "measured"
             quality = f" It is off by {mean:.1%} on average and {worst:.1%} at worst from the {count:g} sizes {of}."
     return f"{cost!r}.{quality}"

@@ -1,6 +1,7 @@
 """Figures as png, svg or pdf, drawn by matplotlib: the only module that needs it."""
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ except ImportError as _missing:
 from mgwfbp.report.chart import Chart
 from mgwfbp.report.paper import Figure
 from mgwfbp.timeline import Timeline
-from mgwfbp.units import format_bytes, format_seconds, plural
+from mgwfbp.units import format_bytes, format_seconds, plural, printable
 
 __all__ = ["FigureFormat", "draw_chart", "draw_timelines", "render_figure"]
 
@@ -51,7 +52,8 @@ _STYLE: dict[Any, Any] = {
 
 def render_figure(figure: Figure, form: FigureFormat) -> bytes:
     """Draw a figure, panels side by side or, with timelines, as high as these need."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # it draws a box for a letter that the font lacks
         wide = any(panel.timelines for panel in figure.panels)
         rows = sum(len(panel.timelines) for panel in figure.panels)
         charts = [panel.chart for panel in figure.panels if panel.chart is not None]
@@ -74,8 +76,8 @@ def render_figure(figure: Figure, form: FigureFormat) -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Keep matplotlib from reading mathematics into a name."""
-    return text.replace("$", r"\$")
+    """Keep matplotlib from reading mathematics into a name, and names from holding what no font has."""
+    return printable(text).replace("$", r"\$")
 
 
 def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> None:
@@ -95,7 +97,7 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
         )
         axes.text(0, top + 1.05, _plain(words), fontsize=8, va="bottom")
     axes.set_ylim(-3.2 * len(timelines) + 1.7, 2.0)
-    axes.set_xlim(0, max(timeline.iteration_s for _, timeline in timelines) * 1.01)
+    axes.set_xlim(0, max(timeline.iteration_s for _, timeline in timelines) * 1.01 or 1.0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_formatter(_format("s"))
@@ -158,11 +160,12 @@ def _draw_lines(chart: Chart, axes: Axes) -> None:
             linewidth=1.0 if series.style == "dashed" else 1.6,
             label=_plain(series.name),
         )
-    if chart.x_log:
+    points = [point for series in chart.series for point in series.points]
+    if chart.x_log and any(x > 0 for x, _ in points):
         axes.set_xscale("log", base=10 if chart.x_unit else 2)
-    if chart.y_log:
+    if chart.y_log and any(y > 0 for _, y in points):
         axes.set_yscale("log", base=10 if chart.y_unit else 2)
-    counts = sorted({point[0] for series in chart.series for point in series.points})
+    counts = sorted({x for x, _ in points})
     if not chart.x_unit and len(counts) <= 8:
         axes.set_xticks(counts)
     for axis, unit in ((axes.xaxis, chart.x_unit), (axes.yaxis, chart.y_unit)):

@@ -7,16 +7,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from mgwfbp.cost import LinearCost, PiecewiseCost, load_cost
+from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
 from mgwfbp.errors import FormatError, ReportError
+from mgwfbp.files import naming, read_json
 from mgwfbp.network import PRESETS, Network, load_network
 from mgwfbp.plan import MergePlan
-from mgwfbp.record import Fields, check_count, check_real, check_text, naming, read_json
+from mgwfbp.record import Fields, check_count, check_real, check_text
 from mgwfbp.results import BenchResult
 from mgwfbp.run import RunResults, TrainingRun
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace, load_trace, recorded_traces
-from mgwfbp.units import plural, quote
+from mgwfbp.units import plural, printable, quote
 
 __all__ = ["Inputs", "KnownCost", "ScalingRow", "load_inputs"]
 
@@ -97,10 +98,10 @@ def _labels(paths: Sequence[str]) -> list[str]:
     >>> _labels(["a/run", "b/run", "trace.json", "trace.json"])
     ['a/run', 'b/run', 'trace.json', 'trace.json (2)']
     """
-    short = [Path(path).name or path for path in paths]
+    short = [printable(Path(path).name or path) for path in paths]
     labels: list[str] = []
     for path, name in zip(paths, short, strict=True):
-        label = name if short.count(name) == 1 else path
+        label = name if short.count(name) == 1 else printable(path)
         times = sum(other == label or other.startswith(f"{label} (") for other in labels)
         labels.append(f"{label} ({times + 1})" if times else label)
     return labels
@@ -122,25 +123,30 @@ def _load(name: str, label: str) -> list[tuple[str, Any]]:
         fields = Fields(data)
         rows = fields.get("rows", None)
         if fields.get("format", None) is None and isinstance(rows, dict):  # of `mgwfbp paper --json`
-            return [("sweeps", _rows(fields.child("rows").items(model), model)) for model in rows]
+            return [
+                ("sweeps", _rows(fields.child("rows").items(model), check_text(model, "a model's name", ReportError)))
+                for model in rows
+            ]
         form = fields["format"]
         if not isinstance(form, str) or form not in _READERS:
             known = ", ".join(_READERS)
             raise FormatError(f"format: {quote(form)} is not one a report is made from: {known}")
-    kind, read = _READERS[form]
-    return [(kind, read(name))]
+        if form != RunResults.FORMAT:
+            kind, make = _READERS[form]
+            return [(kind, make(data))]
+    return [("runs", TrainingRun.load(Path(name).parent))]
 
 
-# format -> where it belongs, how it is read
-_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = MappingProxyType(
+# format -> where it belongs, how it is made of what was read: once, since a pipe gives its content only once
+_READERS: Mapping[str, tuple[str, Callable[[object], Any]]] = MappingProxyType(
     {
-        ModelTrace.FORMAT: ("traces", ModelTrace.load),
-        LinearCost.FORMAT: ("costs", load_cost),
-        Network.FORMAT: ("networks", Network.load),
-        MergePlan.FORMAT: ("plans", MergePlan.load),
-        Timeline.FORMAT: ("timelines", Timeline.load),
-        BenchResult.FORMAT: ("benches", BenchResult.load),
-        RunResults.FORMAT: ("runs", lambda name: TrainingRun.load(Path(name).parent)),
+        ModelTrace.FORMAT: ("traces", ModelTrace.from_json),
+        LinearCost.FORMAT: ("costs", cost_from_json),
+        Network.FORMAT: ("networks", Network.from_json),
+        MergePlan.FORMAT: ("plans", MergePlan.from_json),
+        Timeline.FORMAT: ("timelines", Timeline.from_json),
+        BenchResult.FORMAT: ("benches", BenchResult.from_json),
+        RunResults.FORMAT: ("runs", RunResults.from_json),
     }
 )
 
@@ -156,7 +162,7 @@ def _row(fields: Fields, model: str) -> ScalingRow:
     def real(name: str) -> float:
         return check_real(fields[name], fields.path(name), ReportError)
 
-    network = str(fields.get("network", "network"))
+    network = check_text(fields.get("network", "network"), fields.path("network"), ReportError)
     if fields.get("scale", 1.0) != 1.0:
         network += f", computation x {real('scale'):g}"
     return ScalingRow(

@@ -6,7 +6,7 @@ from mgwfbp.report.cases import Case
 from mgwfbp.report.perfetto import timelines_of
 from mgwfbp.report.words import summarize
 from mgwfbp.timeline import Span, Timeline
-from mgwfbp.units import format_seconds, plural
+from mgwfbp.units import format_seconds, plural, printable
 
 __all__ = ["draw_case", "draw_timeline"]
 
@@ -18,7 +18,7 @@ def draw_case(case: Case, *, width: int = 100) -> str:
     """Return the case's summary and all its timelines, drawn to the same scale."""
     pairs = [(entry.label, entry.timeline) for entry in timelines_of([case])]
     whole_s = max((timeline.iteration_s for _, timeline in pairs), default=0.0)
-    parts = [" ".join(summarize(case))]
+    parts = [printable(" ".join(summarize(case)))]
     parts += [draw_timeline(timeline, label=label, width=width, whole_s=whole_s) for label, timeline in pairs]
     return "\n\n".join([*parts, _LEGEND] if pairs else parts) + "\n"
 
@@ -42,7 +42,7 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     whole_s = whole_s or timeline.iteration_s
     columns = max(10, width - _GUTTER)
     title = (
-        f"{label or timeline.planner}: {plural(len(timeline.messages), 'message')}, step "
+        f"{printable(label or timeline.planner)}: {plural(len(timeline.messages), 'message')}, step "
         f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}"
     )
     forward = [(timeline.forward, "f")]

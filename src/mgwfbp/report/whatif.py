@@ -135,7 +135,9 @@ def _times(times: float) -> str:
 
 def find_what_if(case: Case, planners: Mapping[str, Planner] = PLANNERS) -> WhatIf | None:
     """Return what the page needs to plan this case anew, or None where nothing is known of trace or network."""
-    if case.trace is None or case.cost is None or case.workers < 2 or not case.cost(case.trace.grad_bytes):
+    if case.trace is None or case.cost is None or min(case.workers, case.cost.workers) < 2:
+        return None
+    if not case.cost(case.trace.grad_bytes):
         return None
     if case.network is not None:
         note = f"The network is {case.network!r}; every point is planned anew."

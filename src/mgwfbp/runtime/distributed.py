@@ -185,10 +185,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Observe the next steps that run inside ``with model.observe() as seen:``.
 
         Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between, and steps
-        before torch has made its final buckets do not count. After the block ``seen.timeline`` is the measured `Timeline` of
-        this rank, ``seen.trace`` its ready times, ``seen.agreed_trace()`` those of all ranks, and ``seen.predicted``
-        what `predict` gives for the plan in force with the trace and cost in ``predict_with`` (a trace of None stands
-        for the observed one), or else with those that the tuner found.
+        before torch has made its final buckets do not count. After the block ``seen.timeline`` is the measured
+        `Timeline` of this rank, ``seen.trace`` its ready times, ``seen.agreed_trace()`` those of all ranks, and
+        ``seen.predicted`` what `predict` gives for the plan in force with the trace and cost in ``predict_with`` (a
+        trace of None stands for the observed one), or else with those that the tuner found.
 
         A message is ready when the Reducer asks for it, starts once the message before it has arrived, and ends when it
         has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgwfbp.errors import SimulationError
-from mgwfbp.record import check_count
+from mgwfbp.record import check_count, check_real
 from mgwfbp.simulate.scenario import Scenario
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
@@ -41,13 +41,9 @@ def draw_computation(trace: ModelTrace, workers: int, scenario: Scenario) -> Com
     count = check_count(workers, "workers", SimulationError, minimum=1)
     spans_s = np.array([trace.forward_s, *(layer.backward_s for layer in trace.layers)])
     slowest = scenario.slowest(count)
-    with np.errstate(over="ignore"):
-        if scenario.jitter:
-            ready_s = _jittered(spans_s, count, scenario)
-        else:
-            ready_s = np.cumsum(spans_s * slowest)[:, np.newaxis]
-    if not np.isfinite(ready_s[-1]).all():
-        raise SimulationError(f"a step of {quote(trace.model)} takes longer than a number can hold; check the times")
+    alike_s = np.cumsum(spans_s * slowest)[:, np.newaxis]
+    ready_s = _jittered(spans_s, count, scenario) if scenario.jitter else alike_s
+    check_real(float(ready_s[-1].max()), f"the computation of a step of {quote(trace.model)}", SimulationError)
     return Computation(trace, count, scenario, ready_s)
 
 

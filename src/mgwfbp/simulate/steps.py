@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mgwfbp.cost import Cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
+from mgwfbp.record import check_real
 from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.timeline import Span, Timeline
@@ -114,12 +115,10 @@ def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, over
     # Without overlap the link opens only when the last gradient is there; that is all the difference.
     opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
     link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for index, (last, num_bytes) in enumerate(_messages(trace, plan)):
-            link.send(ready_s[last], startup_s, cost(num_bytes))
-            starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
-    if not np.isfinite(ends_s[-1]).all():
-        raise SimulationError(f"a step of {quote(trace.model)} takes longer than a number can hold; check the cost")
+    for index, (last, num_bytes) in enumerate(_messages(trace, plan)):
+        link.send(ready_s[last], startup_s, cost(num_bytes))
+        starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
+    check_real(float(ends_s[-1].max()), f"the last message's end in a step of {quote(trace.model)}", SimulationError)
     return Simulation(computation, plan, starts_s, ends_s, works_s)
 
 

@@ -12,7 +12,7 @@ from mgwfbp.measure.agreement import first_line
 __all__ = ["lost_workers"]
 
 # In what gloo says when the other end is closed, or silent for too long.
-_WORDS = ("gloo", "connection closed by peer", "connection reset by peer", "timed out", "broken pipe", "socket")
+_WORDS = ("gloo", "closed by peer", "reset by peer", "timed out", "pair closure", "broken pipe", "socket")
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 import atexit
 import logging
+import signal
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -45,7 +47,8 @@ def launch(command: Sequence[str], *, workers: int, max_restarts: int, shutdown_
             **patience,
         )
         try:
-            elastic_launch(config, command[0])(*command[1:])
+            with _own_handlers():
+                elastic_launch(config, command[0])(*command[1:])
         except SignalException as error:
             # Kept to the end: the frames of the error hold the rendezvous, which torch leaves open after a signal, and
             # whose timer complains with a traceback when its own thread is the last to let go of it.
@@ -54,6 +57,19 @@ def launch(command: Sequence[str], *, workers: int, max_restarts: int, shutdown_
         except ChildFailedError as error:
             raise TrainError(_describe(error, max_restarts)) from error
     return None
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Give signals back the handlers that they have now; torch leaves its own, which raise, behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not Python's
+                signal.signal(number, handler)
 
 
 def _describe(error: ChildFailedError, max_restarts: int) -> str:

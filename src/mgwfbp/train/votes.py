@@ -15,15 +15,15 @@ class StopVote:
     gradients nor holds them up.
     """
 
-    def __init__(self, is_asked: Callable[[], bool], group: dist.ProcessGroup) -> None:
-        self._is_asked = is_asked
+    def __init__(self, why_stop: Callable[[], str], group: dist.ProcessGroup) -> None:
+        self._why_stop = why_stop
         self._group = group
         self._votes = torch.zeros(1, dtype=torch.int32)
         self._sent: dist.Work | None = None
 
     def cast(self) -> None:
         """Say whether this rank was told to stop; when a step begins."""
-        self._votes.fill_(int(self._is_asked()))
+        self._votes.fill_(int(bool(self._why_stop())))
         self._sent = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def count(self) -> bool:

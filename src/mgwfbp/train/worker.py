@@ -33,7 +33,7 @@ from mgwfbp.train.writer import RunWriter, SilentWriter, describe_environment
 
 __all__ = ["INTERRUPTED", "check_folder", "check_machine", "check_startable", "run_worker"]
 
-# Written when a run was told to stop and was saved, removed when it goes on.
+# Written when a run was told to stop and was saved, removed when it goes on: where it is, which rank was told by what.
 INTERRUPTED = "interrupted.json"
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def run_worker(
     device: torch.device,
     *,
     resume: bool,
-    is_asked_to_stop: Callable[[], bool],
+    why_stop: Callable[[], str],
     listener: Listener,
     network: str = "",
     job: Job | None = None,
@@ -80,8 +80,9 @@ def run_worker(
     """Train as one rank of the process group that is there; return True at the end, False after being told to stop.
 
     Rank 0 alone reads and writes the run's folder: on many machines it need not be shared. ``resume`` goes on from
-    the last whole checkpoint, if there is one; so does a restart of the ``job`` that began the run. ``network`` is what
-    the run's folder calls the network between the workers.
+    the last whole checkpoint, if there is one; so does a restart of the ``job`` that began the run. ``why_stop`` says
+    what told this rank to stop; nothing, as long as it is empty. ``network`` is what the run's folder calls the network
+    between the workers.
     """
     rank = dist.get_rank()
     # The group that is there waited for slow starters; from now on a worker that is silent for so long hangs.
@@ -135,9 +136,7 @@ def run_worker(
         predict_with=(wrapped.trace, wrapped.cost) if wrapped.cost is not None else None,
         was_tuned=is_tuned,
     )
-    trainer = Trainer(
-        config, wrapped.ddp, feed, outlet, vote=StopVote(is_asked_to_stop, group), watch=watch, group=group
-    )
+    trainer = Trainer(config, wrapped.ddp, feed, outlet, vote=StopVote(why_stop, group), watch=watch, group=group)
     if checkpoint is not None:
         trainer.restore(checkpoint)
         restore_rng(dict(checkpoint.rng[rank]), device)
@@ -147,8 +146,12 @@ def run_worker(
     watch.close()
     num_skipped = sum(int(said) for said in gather(str(trains_on.num_skipped + validates_on.num_skipped), group))
     outlet.writer.save("plan.json", wrapped.ddp.plan)
-    if rank == 0:
-        _conclude(config, folder, wrapped, trainer, outlet.writer, num_skipped, has_finished=has_finished)
+    told = {} if has_finished else {str(place): why for place, why in enumerate(gather(why_stop(), group)) if why}
+    if rank == 0 and has_finished:
+        _conclude(config, folder, wrapped, trainer, outlet.writer, num_skipped)
+    elif rank == 0:
+        position = trainer.position
+        outlet.writer.save(INTERRUPTED, {"step": position.step, "epoch": position.epoch, "told_to_stop": told})
     outlet.writer.close()
     claim.release()
     return has_finished
@@ -223,13 +226,8 @@ def _conclude(
     trainer: Trainer,
     writer: SilentWriter,
     num_skipped: int,
-    *,
-    has_finished: bool,
 ) -> None:
     position, plan = trainer.position, wrapped.ddp.plan
-    if not has_finished:
-        writer.save(INTERRUPTED, {"step": position.step, "epoch": position.epoch})
-        return
     run = TrainingRun.load(folder)
     last = trainer.last_epoch or (run.epochs[-1] if run.epochs else None)
     if last is None:

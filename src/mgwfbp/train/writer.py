@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from mgwfbp.errors import FileError, MgwfbpError
-from mgwfbp.record import Record, write_text
+from mgwfbp.files import write_text
+from mgwfbp.record import Record
 from mgwfbp.run import LoggedEpoch, LoggedStep, log_line, read_log
 from mgwfbp.train.listener import Listener
 
