@@ -185,7 +185,7 @@ def left_on(model: Any) -> list[str]:
     left += [name for name, one in model.named_parameters() if one._backward_hooks is not None]
     left += [name for name, one in model.named_parameters() if one._post_accumulate_grad_hooks]
     left += ["observer"] * (model._observer is not None)
-    left += ["listener"] * (model._handle is not None and model._handle.is_heard)
+    left += ["messages"] * (model._handle is not None and model._handle.is_observed)
     return left
 
 

@@ -103,7 +103,7 @@ class Observer:
         self._has_sent = False  # in the reduction under way
         self._steps: list[_Step] = []
         self._number = next(self._numbers)
-        reducer.listen(weakly(self._message_is_asked_for))
+        reducer.observe_messages(weakly(self._message_is_asked_for))
 
     def note(self, *, gradients: bool = False, messages: bool = False) -> None:
         """Say what is noted of the next steps besides their length: when gradients are ready, what messages take."""
@@ -117,7 +117,7 @@ class Observer:
     def stop(self) -> None:
         """Take everything off the model."""
         self.note()
-        self._reducer.listen(None)
+        self._reducer.observe_messages(None)
         self._current = None
 
     def take(self) -> list[ObservedStep]:

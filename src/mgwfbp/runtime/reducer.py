@@ -34,7 +34,7 @@ from mgwfbp.errors import PlanError
 
 __all__ = [
     "Buckets",
-    "Listener",
+    "OnMessage",
     "Parameters",
     "ReducerHandle",
     "cannot_hold",
@@ -47,7 +47,7 @@ __all__ = [
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
 # Told each message before it is sent; returns what shall be called with its future, if anything.
-Listener = Callable[[Tensor], Callable[[Any], None] | None]
+OnMessage = Callable[[Tensor], Callable[[Any], None] | None]
 
 # What is used here, by owner. Newer settings are looked for where they are used.
 _NEEDED = {
@@ -201,16 +201,16 @@ class _Script(_StockGroup):  # type: ignore[misc]
         return "script"
 
 
-class _Heard(_StockGroup):  # type: ignore[misc]
-    """The process group of a Reducer, with a listener at its all-reduces."""
+class _ObservedGroup(_StockGroup):  # type: ignore[misc]
+    """The process group of a Reducer, whose all-reduces are observed."""
 
-    def __init__(self, group: Any, listener: Listener) -> None:
+    def __init__(self, group: Any, on_message: OnMessage) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._listener = group, listener
+        self._group, self._on_message = group, on_message
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
-        """Send, and tell the listener."""
-        follow = self._listener(tensors[0])
+        """Send, and tell."""
+        follow = self._on_message(tensors[0])
         work = self._group.allreduce(tensors, *options)
         if follow is not None:
             follow(work.get_future())
@@ -225,12 +225,12 @@ class _Heard(_StockGroup):  # type: ignore[misc]
         return str(self._group.name())
 
 
-def _heard(hook: Any, listener: Listener) -> Any:
-    """Return a communication hook with a listener at it."""
+def _observed(hook: Any, on_message: OnMessage) -> Any:
+    """Return a communication hook whose messages are observed."""
 
     @wraps(hook)
     def told(state: object, bucket: Any) -> Any:
-        follow = listener(bucket.buffer())
+        follow = on_message(bucket.buffer())
         future = hook(state, bucket)
         if follow is not None:
             follow(future)
@@ -290,8 +290,8 @@ class ReducerHandle(Parameters):
         self.given: Buckets | None = None  # what we gave the Reducer; None: torch's own
         self.is_due = False  # whether they must be given in place when the next step begins
         self._shows_old = False  # whether a hook would be shown the parameters of earlier buckets
-        self._listener: Listener | None = None
-        self._heard: Any = None  # the process group while somebody listens; C++ alone would not keep it
+        self._on_message: OnMessage | None = None
+        self._observed_group: Any = None  # the process group while messages are observed; C++ alone would not keep it
         self.builtin_hook: Any = None  # what the model registered
         self.sample_rate: int | None = None
 
@@ -330,9 +330,9 @@ class ReducerHandle(Parameters):
         return True
 
     @property
-    def is_heard(self) -> bool:
-        """Whether somebody listens to messages."""
-        return self._listener is not None
+    def is_observed(self) -> bool:
+        """Whether messages are observed."""
+        return self._on_message is not None
 
     @property
     def _finds_unused(self) -> bool:
@@ -402,32 +402,32 @@ class ReducerHandle(Parameters):
             has_rebuilt = reducer._rebuild_buckets()
         finally:
             self._script.answers = []
-            reducer._update_process_group(self._heard or ddp.process_group)
+            reducer._update_process_group(self._observed_group or ddp.process_group)
         if not has_rebuilt:
             raise PlanError(f"torch {torch.__version__} takes no other buckets; train without plan= and report this")
         ddp._has_rebuilt_buckets = True
 
-    def listen(self, listener: Listener | None) -> None:
-        """Tell a listener of every message from now on, or with None nobody. Only between steps."""
-        self._listener = listener
+    def observe_messages(self, on_message: OnMessage | None) -> None:
+        """Call ``on_message`` with every message from now on, or with None nothing. Only between steps."""
+        self._on_message = on_message
         if self.has_hooks:
             self._replace_reducer()  # which is told its hooks only once
         else:
             self._connect()
 
     def hook_was_registered(self) -> None:
-        """See to it that a communication hook is shown the parameters of the present buckets, and is heard."""
-        if self._shows_old or self.is_heard:
+        """See to it that a communication hook is shown the parameters of the present buckets, and is observed."""
+        if self._shows_old or self.is_observed:
             self._replace_reducer()
 
     def _connect(self) -> None:
         ddp = self.ddp
-        if self._listener is not None:
-            self._heard = _Heard(ddp.process_group, self._listener)
-            ddp.reducer._update_process_group(self._heard)
-        elif self._heard is not None:
+        if self._on_message is not None:
+            self._observed_group = _ObservedGroup(ddp.process_group, self._on_message)
+            ddp.reducer._update_process_group(self._observed_group)
+        elif self._observed_group is not None:
             ddp.reducer._update_process_group(ddp.process_group)
-            self._heard = None
+            self._observed_group = None
 
     def _replace_reducer(self) -> None:
         """Put a new Reducer in the place of the old one, with our buckets and everything that was registered there."""
@@ -476,7 +476,9 @@ class ReducerHandle(Parameters):
         self._connect()
         for hook, state in ddp._comm_hooks:
             logger._set_comm_hook_name(hook.__qualname__)
-            _c10d._register_comm_hook(reducer, state, hook if self._listener is None else _heard(hook, self._listener))
+            _c10d._register_comm_hook(
+                reducer, state, hook if self._on_message is None else _observed(hook, self._on_message)
+            )
         if self.builtin_hook is not None:
             DistributedDataParallel._register_builtin_comm_hook(ddp, self.builtin_hook)
         if self.sample_rate is not None:

@@ -35,7 +35,7 @@ from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
 from mgwfbp.runtime.tuning import Candidate, Comparison, Tuning
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_bytes
+from mgwfbp.units import format_bytes, plural
 
 __all__ = ["Tuner"]
 
@@ -328,7 +328,7 @@ def _headroom_bytes(device: torch.device) -> float:
 def _checked(steps: list[ObservedStep], notes: list[Note], sizes: list[int]) -> list[ObservedStep]:
     """Return the steps, or raise unless they are those that were asked for."""
     if len(steps) != len(notes):
-        raise _EndError(f"{len(steps)} steps were observed where {len(notes)} had gone by")
+        raise _EndError(f"{plural(len(steps), 'step')} of {len(notes)} could be observed")
     for step, note in zip(steps, notes, strict=True):
         if note == "messages" and not sends(step, sizes):
             raise _EndError("messages were sent that the plan does not have, or did not arrive")
