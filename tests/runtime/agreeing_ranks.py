@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mgwfbp.runtime.learn import Gradients, agree_on_steps, learn_trace
+from mgwfbp.runtime.learn import Gradients, PackedSteps, learn_trace
 from mgwfbp.runtime.observe import ObservedMessage, ObservedStep
 from tests.runtime.launch import be_rank
 
@@ -34,7 +34,7 @@ SEEN = {
 
 
 def steps() -> dict[str, Any]:
-    agreed = agree_on_steps(SEEN[dist.get_rank()], GRADIENTS, [1, 2], noted_gradients=True, noted_messages=True)
+    agreed = PackedSteps.of(SEEN[dist.get_rank()], GRADIENTS, [1, 2], "gradients", "messages").agreed()
     return {"agreed": asdict(agreed), "trace": learn_trace(agreed, GRADIENTS).to_json()}
 
 

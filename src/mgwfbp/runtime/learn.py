@@ -4,8 +4,9 @@ Used alike by the tuner, by ``observe()`` and by ``mgwfbp bench``.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from statistics import fmean, median
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mgwfbp.cost import PiecewiseCost
+from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import SHORTEST_S, fit_quality, nearest_line, never_falling
 from mgwfbp.measure.agreement import reduce_values
 from mgwfbp.plan import MergePlan
@@ -23,7 +25,7 @@ from mgwfbp.trace import ModelTrace, layers_of
 __all__ = [
     "AgreedSteps",
     "Gradients",
-    "agree_on_steps",
+    "PackedSteps",
     "learn_cost",
     "learn_trace",
     "sends",
@@ -116,67 +118,71 @@ class AgreedSteps:
         return type(self)(**{one.name: some(getattr(self, one.name)) for one in fields(self)})
 
 
-def agree_on_steps(
-    steps: Sequence[ObservedStep],
-    gradients: Gradients,
-    sizes: Sequence[int],
-    *,
-    noted_gradients: bool,
-    noted_messages: bool,
-    group: dist.ProcessGroup | None = None,
-) -> AgreedSteps:
-    """Combine what every rank observed of the same steps. All ranks must call it, with as many steps.
+@dataclass(frozen=True, slots=True)
+class PackedSteps:
+    """What one rank observed of some steps, as numbers that can be reduced over ranks."""
 
-    ``sizes`` are the messages of the plan in force. A rank that is ready early also waits for the others, so of a
-    message that some rank sent as soon as it was ready the shortest time counts. Of one that was queued behind another
-    on every rank the times differ only by when each rank was told of an arrival; they add up to the same on every rank,
-    and the mean counts.
-    """
-    ready = [gradients.ready_s(step) for step in steps] if noted_gradients else []
-    taken, queued = [], []
-    for step in steps if noted_messages else ():
-        taken += [message.end_s - message.start_s for message in step.messages]
-        queued += [float(message.start_s > message.ready_s) for message in step.messages]
-    count, num_messages = len(steps), len(sizes)
-    highest = iter(
-        reduce_values(
-            [
-                *(step.forward_s for step in steps),
-                *(step.compute_s for step in steps),
-                *(step.end_s for step in steps),
-                *(-step.exposed_s for step in steps),
-                *(moment for one in ready for moment in one),
-                *(-seconds for seconds in taken),
-                *(-flag for flag in queued),
-            ],
-            "max",
-            group,
+    num_steps: int
+    num_gradients: int  # noted of each step; 0 where not
+    num_messages: int  # likewise
+    highest: tuple[float, ...]  # of which the largest over ranks counts
+    totals: tuple[float, ...]  # of which the sum counts
+
+    @classmethod
+    def of(cls, steps: Sequence[ObservedStep], gradients: Gradients, sizes: Sequence[int], *notes: str) -> Self:
+        """Pack steps; ``notes`` says whether "gradients" and "messages" were noted, ``sizes`` are the plan's messages.
+
+        A rank that is ready early also waits for the others, so of a message that some rank sent as soon as it was
+        ready the shortest time counts. Of one that was queued behind another on every rank the times differ only by
+        when each rank was told of an arrival; they add up to the same on every rank, and the mean counts.
+        """
+        ready = [moment for step in steps for moment in gradients.ready_s(step)] if "gradients" in notes else []
+        messages = [message for step in steps for message in step.messages] if "messages" in notes else []
+        if messages and any(not sends(step, sizes) for step in steps):
+            raise MeasureError("messages were sent that the plan does not have, or did not arrive")
+        taken_s = [message.end_s - message.start_s for message in messages]
+        highest = [
+            *(step.forward_s for step in steps),
+            *(step.compute_s for step in steps),
+            *(step.end_s for step in steps),
+            *(-step.exposed_s for step in steps),
+            *ready,
+            *(-seconds for seconds in taken_s),
+            *(-float(message.start_s > message.ready_s) for message in messages),
+        ]
+        totals = [*(step.compute_s for step in steps), *taken_s]
+        num_gradients = len(gradients.names) if ready else 0
+        return cls(len(steps), num_gradients, len(sizes) if messages else 0, tuple(highest), tuple(totals))
+
+    def agreed(self, group: dist.ProcessGroup | None = None) -> AgreedSteps:
+        """Combine what every rank observed of the same steps. All ranks must call it, with as many of everything."""
+        highest = iter(reduce_values(self.highest, "max", group))
+        totals = iter(reduce_values(self.totals, "sum", group))
+        world, count = dist.get_world_size(group), self.num_steps
+        forward_s, compute_s, length_s, exposed_s = (_next(highest, count) for _ in range(4))
+        ready_s = tuple(_next(highest, self.num_gradients) for _ in range(count if self.num_gradients else 0))
+        num_messages = count * self.num_messages
+        shortest_s, all_queued = _next(highest, num_messages), _next(highest, num_messages)
+        mean_compute_s = tuple(total / world for total in _next(totals, count))
+        mean_s = [total / world for total in _next(totals, num_messages)]
+        agreed_s = [
+            mean if -is_queued else -shortest
+            for mean, shortest, is_queued in zip(mean_s, shortest_s, all_queued, strict=True)
+        ]
+        starts = range(0, num_messages, self.num_messages or 1)
+        return AgreedSteps(
+            forward_s=forward_s,
+            compute_s=compute_s,
+            mean_compute_s=mean_compute_s,
+            length_s=length_s,
+            exposed_s=tuple(max(0.0, -value) for value in exposed_s),
+            ready_s=ready_s,
+            message_s=tuple(tuple(agreed_s[start : start + self.num_messages]) for start in starts),
         )
-    )
-    world = dist.get_world_size(group)
-    totals = iter(reduce_values([*(step.compute_s for step in steps), *taken], "sum", group))
 
-    def next_of(values: Any, number: int) -> tuple[float, ...]:
-        return tuple(next(values) for _ in range(number))
 
-    forward_s, compute_s, length_s, exposed_s = (next_of(highest, count) for _ in range(4))
-    ready_s = tuple(next_of(highest, len(gradients.names)) for _ in ready)
-    shortest_s, all_queued = next_of(highest, len(taken)), next_of(highest, len(taken))
-    mean_compute_s = tuple(total / world for total in next_of(totals, count))
-    mean_s = [total / world for total in next_of(totals, len(taken))]
-    agreed = [
-        mean if -is_queued else -shortest
-        for mean, shortest, is_queued in zip(mean_s, shortest_s, all_queued, strict=True)
-    ]
-    return AgreedSteps(
-        forward_s=forward_s,
-        compute_s=compute_s,
-        mean_compute_s=mean_compute_s,
-        length_s=length_s,
-        exposed_s=tuple(max(0.0, -value) for value in exposed_s),
-        ready_s=ready_s,
-        message_s=tuple(tuple(agreed[first : first + num_messages]) for first in range(0, len(agreed), num_messages)),
-    )
+def _next(values: Iterator[float], number: int) -> tuple[float, ...]:
+    return tuple(islice(values, number))
 
 
 def learn_trace(steps: AgreedSteps, gradients: Gradients, source: Mapping[str, Any] | None = None) -> ModelTrace:

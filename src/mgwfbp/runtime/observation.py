@@ -8,7 +8,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import agree_on_trace
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, agree_on_steps, sends, timeline_of, trace_of
+from mgwfbp.runtime.learn import AgreedSteps, Gradients, PackedSteps, sends, timeline_of, trace_of
 from mgwfbp.runtime.observe import ObservedStep
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
@@ -72,9 +72,7 @@ class Observation:
 
     def agreed_steps(self) -> AgreedSteps:
         """Return what all ranks observed of the same steps. All ranks must call it, after as many steps."""
-        return agree_on_steps(
-            self._steps, self.gradients, self.sizes, noted_gradients=True, noted_messages=True, group=self._group
-        )
+        return PackedSteps.of(self._steps, self.gradients, self.sizes, "gradients", "messages").agreed(self._group)
 
     def agreed_trace(self) -> ModelTrace:
         """Return when each gradient was ready on the slowest rank. All ranks must call it, and get the same."""

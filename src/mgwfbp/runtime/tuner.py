@@ -23,14 +23,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mgwfbp.cost import cost_from_json
+from mgwfbp.cost import PiecewiseCost, cost_from_json
 from mgwfbp.errors import MgwfbpError
 from mgwfbp.measure.agreement import broadcast_text, first_problem, problem_of
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.decide import Limits, Note, Seen, Turn, Verdict, decide
 from mgwfbp.runtime.kinds import Kind, check_kinds, split_by_kind
-from mgwfbp.runtime.learn import Gradients, agree_on_steps, sends
+from mgwfbp.runtime.learn import Gradients, PackedSteps
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
 from mgwfbp.runtime.tuning import Candidate, Comparison, Tuning
@@ -156,6 +156,18 @@ def _on_device(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else torch.profiler.record_function("mgwfbp")
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What rank 0 asks for: steps with a plan, or the end."""
+
+    plan: MergePlan
+    buckets: Buckets
+    sizes: list[int]  # bytes of each message
+    notes: tuple[Note, ...] = ()
+    doing: str = ""
+    verdict: Verdict | None = None  # where it is over, and this is the plan that was chosen
+
+
 def _tune(
     reducer: ReducerHandle,
     observer: Observer,
@@ -165,40 +177,44 @@ def _tune(
     progress: _Progress,
     limits: Limits,
 ) -> Generator[None, None, tuple[Verdict, MergePlan]]:
-    """Tune on this rank, together with the others: where it says ``yield``, a step of training goes by."""
+    """Tune on this rank, together with the others: where it says ``yield``, a step of training goes by.
+
+    All that a rank does on its own is done by `_together`: what fails there, fails on all.
+    """
     steps = 0
     while steps < WARMUP_STEPS or not reducer.has_settled:
         yield
         steps += 1
-    observer.take()
-    _together(lambda: _check_fit(unfit), group)
     model = type(reducer.ddp.module).__name__
     gradients = Gradients(model, reducer.names, reducer.sizes)
-    held = _together(reducer.buckets, group)
-    progress.default = held
-    default = MergePlan(model, "ddp", tuple(tuple(reducer.names[place] for place in bucket) for bucket in held))
-    leader = None
-    if dist.get_rank(group) == 0:
-        workers = dist.get_world_size(group)
-        leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits)
+    leader: Generator[Turn, Seen, Verdict] | None = None
+
+    def begin() -> MergePlan:
+        nonlocal leader
+        observer.take()
+        if reason := unfit():
+            raise _EndError(reason)
+        held = progress.default = reducer.buckets()
+        default = MergePlan(model, "ddp", tuple(tuple(reducer.names[place] for place in bucket) for bucket in held))
+        if dist.get_rank(group) == 0:
+            workers = dist.get_world_size(group)
+            leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits)
+        return default
+
+    default = _together(begin, group)
     seen: Seen | None = None
     while True:
-        said = json.loads(broadcast_text(_ask(leader, seen) if leader is not None else "", 0, group))
-        if "problem" in said:
-            raise _EndError(said["problem"])
-        if "verdict" in said:
-            verdict = _read_verdict(said["verdict"], model)
-            _install(reducer, verdict.candidates[0].plan, kinds, group, unfit)
-            return verdict, default
-        plan = MergePlan(model, said["planner"], tuple(tuple(names) for names in said["groups"]))
-        progress.doing = said["doing"]
-        _install(reducer, plan, kinds, group, unfit)
-        for note in said["notes"]:
+        text = broadcast_text("" if leader is None else _ask(leader, seen), 0, group)
+        order = _together(lambda: _read(text, gradients, reducer, kinds), group)  # noqa: B023
+        _install(reducer, order, group, unfit)
+        if order.verdict is not None:
+            return order.verdict, default
+        progress.doing = order.doing
+        for note in order.notes:
             observer.note(gradients=note == "gradients", messages=note == "messages")
             yield
-        observer.note()
-        observed = _together(lambda: _checked(observer.take(), said["notes"], gradients.sizes_of(plan)), group)  # noqa: B023
-        seen = _agree(observed, said["notes"], gradients, gradients.sizes_of(plan), group)
+        packed = _together(lambda: _pack(observer, order, gradients), group)  # noqa: B023
+        seen = Seen(**{kind: steps.agreed(group) for kind, steps in packed.items()})
 
 
 def _together(work: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -212,11 +228,6 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup) -> T:
     if failed is not None:
         raise _EndError(failed[1])
     return result  # type: ignore[return-value]  # the work returned, or we raised
-
-
-def _check_fit(unfit: Callable[[], str]) -> None:
-    if reason := unfit():
-        raise _EndError(reason)
 
 
 def _ask(leader: Generator[Turn, Seen, Verdict], seen: Seen | None) -> str:
@@ -246,6 +257,23 @@ def _write_verdict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def _read(text: str, gradients: Gradients, reducer: ReducerHandle, kinds: Mapping[str, Kind]) -> _Order:
+    """Read what rank 0 asks for, and check that this rank can do it."""
+    said = json.loads(text)
+    if "problem" in said:
+        raise _EndError(said["problem"])
+    verdict = _read_verdict(said["verdict"], gradients.model) if "verdict" in said else None
+    if verdict is None:
+        plan = MergePlan(gradients.model, said["planner"], tuple(tuple(names) for names in said["groups"]))
+    else:
+        plan = verdict.candidates[0].plan
+    check_kinds(plan, kinds)
+    places = {name: place for place, name in enumerate(reducer.names)}
+    buckets = [[places[name] for name in names] for names in plan.groups]
+    notes, doing = tuple(said.get("notes", ())), said.get("doing", "")
+    return _Order(plan, buckets, gradients.sizes_of(plan), notes, doing, verdict)
+
+
 def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
     candidates = tuple(
         Candidate(
@@ -258,42 +286,43 @@ def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
         for one in said["candidates"]
     )
     cost = cost_from_json(said["cost"])
-    return Verdict(
-        candidates,
-        Comparison(**said["comparison"]),
-        ModelTrace.from_json(said["trace"]),
-        cost,  # type: ignore[arg-type]  # learnt costs are curves
-        said["exposed_s"],
-    )
+    assert isinstance(cost, PiecewiseCost)  # noqa: S101 - learnt costs are curves
+    trace = ModelTrace.from_json(said["trace"])
+    return Verdict(candidates, Comparison(**said["comparison"]), trace, cost, said["exposed_s"])
 
 
-def _install(
-    reducer: ReducerHandle,
-    plan: MergePlan,
-    kinds: Mapping[str, Kind],
-    group: dist.ProcessGroup,
-    unfit: Callable[[], str],
-) -> None:
+def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup, unfit: Callable[[], str]) -> None:
     """Give the Reducer a plan on all ranks, or on none: then tuning ends."""
-    before = reducer.buckets()
-    places = {name: place for place, name in enumerate(reducer.names)}
 
     def prepare() -> Buckets:
-        _check_fit(unfit)  # it may have been compiled, or been given a hook, since the last plan
-        check_kinds(plan, kinds)
-        buckets = [[places[name] for name in names] for names in plan.groups]
-        _check_room(reducer, before, buckets)
-        return buckets
+        if reason := unfit():  # it may have been compiled, or been given a hook, since the last plan
+            raise _EndError(reason)
+        before = reducer.buckets()
+        _check_room(reducer, before, order.buckets)
+        return before
 
-    buckets = _together(prepare, group)
-    if buckets == before:
+    before = _together(prepare, group)
+    if before == order.buckets:
         return
     try:
-        _together(lambda: reducer.set_buckets(buckets), group)
+        _together(lambda: reducer.set_buckets(order.buckets), group)
     except _EndError:
         if reducer.buckets() != before:  # where it failed, the Reducer has what it had
             reducer.set_buckets(before)
         raise
+
+
+def _pack(observer: Observer, order: _Order, gradients: Gradients) -> dict[str, PackedSteps]:
+    """Return what this rank observed, by what was noted."""
+    observer.note()
+    steps = observer.take()
+    if len(steps) != len(order.notes):
+        raise _EndError(f"{plural(len(steps), 'step')} of {len(order.notes)} could be observed")
+    by_note: dict[str, list[ObservedStep]] = {}
+    for step, note in zip(steps, order.notes, strict=True):
+        if note != "settle":
+            by_note.setdefault(note, []).append(step)
+    return {note: PackedSteps.of(some, gradients, order.sizes, note) for note, some in by_note.items()}
 
 
 def _check_room(reducer: ReducerHandle, before: Buckets, after: Buckets) -> None:
@@ -323,31 +352,3 @@ def _headroom_bytes(device: torch.device) -> float:
     except (OSError, ValueError, IndexError):
         return 0.0
     return float(most - now)
-
-
-def _checked(steps: list[ObservedStep], notes: list[Note], sizes: list[int]) -> list[ObservedStep]:
-    """Return the steps, or raise unless they are those that were asked for."""
-    if len(steps) != len(notes):
-        raise _EndError(f"{plural(len(steps), 'step')} of {len(notes)} could be observed")
-    for step, note in zip(steps, notes, strict=True):
-        if note == "messages" and not sends(step, sizes):
-            raise _EndError("messages were sent that the plan does not have, or did not arrive")
-    return steps
-
-
-def _agree(
-    steps: list[ObservedStep], notes: list[Note], gradients: Gradients, sizes: list[int], group: dist.ProcessGroup
-) -> Seen:
-    found = {}
-    for kind in ("plain", "gradients", "messages"):
-        some = [step for step, note in zip(steps, notes, strict=True) if note == kind]
-        if some:
-            found[kind] = agree_on_steps(
-                some,
-                gradients,
-                sizes,
-                noted_gradients=kind == "gradients",
-                noted_messages=kind == "messages",
-                group=group,
-            )
-    return Seen(**found)

@@ -1,0 +1,90 @@
+"""Unusual models while the tuner works: each is tuned rightly, or left alone with the reason in `tuning`."""
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.guard_ranks import STEPS
+from tests.runtime.launch import run_ranks
+
+RANKS = "tests.runtime.guard_ranks"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 2 ranks met."""
+    scenarios = ["not_tuned", "ways", "replanned_static", "generic_join", "deleted", "two_models", "subgroup"]
+    return run_ranks(RANKS, [*scenarios, "compiled_meanwhile"], tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["renamed", "by forward", "static accumulated", "unused accumulated", "views accumulated", "inside forward"],
+)
+def test_ways_to_train_that_are_tuned(ranks: list[Any], way: str) -> None:
+    for found in (told["ways"][way] for told in ranks):
+        assert found["same"] is True
+        assert found["state"] != "off", found["reason"]
+        assert found["steps"] == STEPS
+
+
+def test_a_model_whose_steps_never_average_anything_says_that_it_waits(ranks: list[Any]) -> None:
+    for found in (told["ways"]["never synchronised"] for told in ranks):
+        assert (found["same"], found["state"], found["steps"]) == (True, "working", 0)
+        assert "none of 60 forward passes was followed by a step that averages gradients" in found["reason"]
+
+
+def test_training_inside_join_is_stocks_and_tuning_says_why_it_waits(ranks: list[Any]) -> None:
+    for found in (told["ways"]["in join"] for told in ranks):
+        assert (found["same"], found["state"]) == (True, "working")  # the block is over, and it begins anew
+    for found in (told["generic_join"] for told in ranks):
+        assert found["state"] == "off"
+        assert found["reason"].startswith("the model is trained inside join()")
+        assert found["left"] == ["_forward_pre_hooks"] * bool(found["left"])
+
+
+def test_a_static_graph_takes_other_plans_though_the_next_pass_averages_nothing(ranks: list[Any]) -> None:
+    assert all(told["replanned_static"]["same"] for told in ranks)
+
+
+def test_a_model_that_is_deleted_is_gone_at_once(ranks: list[Any]) -> None:
+    for found in (told["deleted"] for told in ranks):
+        assert found == {
+            "tuning": ["working", [True, True, True]],
+            "settled": ["settled", [True, True, True]],
+            "planned": ["off", [True, True, True]],
+        }
+
+
+def test_two_models_that_end_together_in_another_order_on_each_rank_wait_for_nobody(ranks: list[Any]) -> None:
+    for found in (told["two_models"] for told in ranks):
+        assert found["same"] is True
+        assert "off" not in found["states"]
+
+
+def test_a_model_that_is_compiled_while_it_is_tuned_goes_back_to_torchs_buckets(ranks: list[Any]) -> None:
+    for found in (told["compiled_meanwhile"] for told in ranks):
+        assert (found["state"], found["planner"], found["left"]) == ("off", "ddp", [])
+        assert found["reason"].startswith("the model is compiled")
+
+
+def test_a_part_of_the_ranks_tunes_by_itself(ranks: list[Any]) -> None:
+    first, second = (told["subgroup"] for told in ranks)
+    assert first["state"] == "settled"
+    assert first == second
+
+
+def test_a_model_that_shall_not_be_tuned_is_torchs_class_and_nothing_else(ranks: list[Any]) -> None:
+    for found in (told["not_tuned"] for told in ranks):
+        assert found == {"left": [], "handle": True, "optimizer": True}
+
+
+def test_tensor_parallel_models_are_tuned_though_their_parameters_leave_the_module(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    for found in run_ranks(RANKS, ["tensor_parallel"], tmp_path_factory.mktemp("four"), 4):
+        told = found["tensor_parallel"]
+        assert told["same"] is True
+        assert told["state"] != "off", told["reason"]
+        assert told["steps"] == STEPS or told["state"] == "settled"
