@@ -1,9 +1,11 @@
 """The planners that are not exact: WFBP, SyncEASGD, buckets, the paper's Algorithm 1."""
 
+import random
 from functools import partial
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PlanError, find_plan, predict
 from mgwfbp.planners import plan_bucket, plan_mgwfbp
@@ -115,3 +117,37 @@ def test_every_plan_states_its_bound_and_its_gap() -> None:
     plan = find_plan(make_trace([2, 4, 6, 8, 10, 12], [1] * 6), LinearCost(2, 3.0, 1.0), "mgwfbp")
     assert plan.predicted["lower_bound_s"] == 16.0
     assert plan.predicted["gap"] == 21 / 16 - 1
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+
+
+@given(names, names, st.lists(names, min_size=1, max_size=8, unique=True), st.randoms())
+def test_a_plan_prints_its_messages_and_is_read_back(
+    model: str, planner: str, layers: list[str], chance: random.Random
+) -> None:
+    groups: list[list[str]] = [[]]
+    for layer in layers:
+        if groups[-1] and chance.random() < 0.5:
+            groups.append([])
+        groups[-1].append(layer)
+    plan = MergePlan(model, planner, tuple(map(tuple, groups)), {"iteration_s": 1.5} if len(layers) % 2 else {})
+    assert MergePlan.parse(str(plan)) == plan
+    assert len(str(plan).splitlines()) == 1 + plan.num_groups + bool(plan.predicted)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "line 1 is ''"),
+        ("plan of toy", "expected 'plan of MODEL by PLANNER'"),
+        ("plan of toy by me\nmessage 2: a", "line 2 is 'message 2: a', expected 'message 1: NAMES'"),
+        ('plan of toy by me\nmessage 1: "a', "line 2: '\"a' is no name"),
+        ("plan of toy by me\nmessage 1: a\npredicted: [1]", "line 3: what is predicted is [1]"),
+        ("plan of toy by me", "groups: empty"),
+    ],
+)
+def test_text_that_is_no_plan_is_refused_with_its_line(text: str, words: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        MergePlan.parse(text)
+    assert words in str(refused.value)

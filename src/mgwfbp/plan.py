@@ -1,5 +1,7 @@
 """Which gradients travel together: `MergePlan`."""
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,6 +50,46 @@ class MergePlan(Record):
             f"MergePlan({quote(self.model)} by {quote(self.planner)}: {plural(len(self.layer_names), 'gradient')} in "
             f"{plural(self.num_groups, 'message')}, {shown})"
         )
+
+    def __str__(self) -> str:
+        """Return the plan as text: a line for each message, in the order in which they are sent. `parse` reads it.
+
+        >>> print(MergePlan("toy", "by hand", (("d", "c"), ("b", "the last"))))
+        plan of toy by "by hand"
+        message 1: d c
+        message 2: b "the last"
+        """
+        lines = [f"plan of {_word(self.model)} by {_word(self.planner)}"]
+        lines += [
+            f"message {number}: {' '.join(_word(name) for name in group)}"
+            for number, group in enumerate(self.groups, 1)
+        ]
+        if self.predicted:
+            lines.append(f"predicted: {json.dumps(dict(self.predicted), allow_nan=False, default=dict)}")
+        return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Make a plan of the text that ``str(plan)`` gives.
+
+        Raises:
+            PlanError: where the text is none; it names the line.
+        """
+        head, *lines = text.strip().splitlines() or [""]
+        words = _words(head, 1)
+        if len(words) != 5 or (words[0], words[1], words[3]) != ("plan", "of", "by"):
+            raise PlanError(f"line 1 is {quote(head)}, expected 'plan of MODEL by PLANNER'")
+        groups: list[tuple[str, ...]] = []
+        predicted: dict[str, Any] = {}
+        for number, line in enumerate(lines, 2):
+            start, _, rest = line.partition(": ")
+            if start == f"message {len(groups) + 1}":
+                groups.append(tuple(_words(rest, number)))
+            elif start == "predicted" and number == len(lines) + 1:
+                predicted = _json(rest, number)
+            else:
+                raise PlanError(f"line {number} is {quote(line)}, expected 'message {len(groups) + 1}: NAMES'")
+        return cls(words[2], words[4], tuple(groups), predicted)
 
     @classmethod
     def of_sizes(cls, trace: ModelTrace, sizes: Iterable[int], *, planner: str = "by hand") -> Self:
@@ -114,6 +156,41 @@ class MergePlan(Record):
         fields = Fields(data)
         fields.check_format(cls.FORMAT)
         return cls(fields["model"], fields["planner"], tuple(fields.items("groups")), fields.get("predicted", {}))
+
+
+_PLAIN = re.compile(r"[\w.\-+/:]+", re.ASCII)
+
+
+def _word(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)
+
+
+def _words(line: str, number: int) -> list[str]:
+    """Split a line into words, some of which are strings as JSON writes them."""
+    words, rest = [], line.strip()
+    while rest:
+        if rest[0] == '"':
+            try:
+                word, end = json.JSONDecoder().raw_decode(rest)
+            except ValueError:
+                raise PlanError(f"line {number}: {quote(rest)} is no name in quotation marks") from None
+            words.append(word)
+            rest = rest[end:].lstrip()
+        else:
+            word, _, rest = rest.partition(" ")
+            words.append(word)
+            rest = rest.lstrip()
+    return words
+
+
+def _json(text: str, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"line {number}: what is predicted is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise PlanError(f"line {number}: what is predicted is {quote(found)}, expected an object")
+    return found
 
 
 def _check_group(index: int, group: object) -> tuple[str, ...]:

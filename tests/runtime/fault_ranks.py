@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 from mgwfbp.measure.clock import HostClock
 from mgwfbp.runtime import decide as decide_module
 from mgwfbp.runtime import tuner as tuner_module
+from mgwfbp.runtime.kinds import check_kinds
+from mgwfbp.runtime.learn import PackedSteps
 from tests.runtime.launch import be_rank
 from tests.runtime.modes import norm_distance
 from tests.runtime.odd_ranks import Deep
@@ -125,7 +127,7 @@ def beside(step: Step = usual, fault: Callable[[pytest.MonkeyPatch], None] | Non
 def steps() -> dict[str, Any]:
     """Steps that one rank does differently, as stock DDP allows."""
     ways: list[Step] = [dummy_loss, skipped_backward, caught_exception, loss_used_twice, extra_forward]
-    return {way.__name__: beside(way) for way in ways}  # type: ignore[attr-defined]
+    return {way.__name__: beside(way) for way in ways}
 
 
 def raise_at(call: int, error: Exception, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,11 +175,10 @@ def faults() -> dict[str, Any]:
         patch.setattr(HostClock, "between_s", raise_at(50, OSError("the clock stopped"), HostClock.between_s))
 
     def reading(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(tuner_module, "check_kinds", raise_at(1, KeyError("no such parameter"), tuner_module.check_kinds))
+        patch.setattr(tuner_module, "check_kinds", raise_at(1, KeyError("no such parameter"), check_kinds))
 
     def packing(patch: pytest.MonkeyPatch) -> None:
-        packed = tuner_module.PackedSteps
-        patch.setattr(packed, "of", raise_at(1, MemoryError("no room for numbers"), packed.of))
+        patch.setattr(PackedSteps, "of", raise_at(1, MemoryError("no room for numbers"), PackedSteps.of))
 
     def unfit(patch: pytest.MonkeyPatch) -> None:
         from mgwfbp.runtime import distributed

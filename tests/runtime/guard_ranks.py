@@ -100,7 +100,7 @@ class Inside(Deep):
             owner = self.__dict__["owner"]()
             owner.reducer.prepare_for_backward([])
             output.square().mean().backward()
-        return output.detach()
+        return output.detach()  # type: ignore[no-any-return]
 
 
 def inside_forward(model: Any, number: int) -> None:
@@ -129,7 +129,7 @@ def replanned_static() -> dict[str, Any]:
     for wrapper in (StockDdp, DistributedDataParallel):
         torch.manual_seed(1)
         module = Deep()
-        given = {} if wrapper is StockDdp else {"plan": make_plan(module, 3)}
+        given: dict[str, Any] = {} if wrapper is StockDdp else {"plan": make_plan(module, 3)}
         model: Any = wrapper(module, static_graph=True, **given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(8):
@@ -182,14 +182,15 @@ def two_models() -> dict[str, Any]:
     tunings: list[str] = []
     for wrapper in (StockDdp, tuned):
         torch.manual_seed(1)
-        models = [wrapper(Deep()) for _ in range(2)]
+        models: list[Any] = [wrapper(Deep()) for _ in range(2)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         for number in range(STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             order = models if dist.get_rank() == 0 else models[::-1]
             # The loss of the last comes first in the backward pass.
-            sum(loss_of(model, number) * (1 + place) for place, model in enumerate(order)).backward()  # type: ignore[union-attr]
+            losses = [loss_of(model, number) * (1 + place) for place, model in enumerate(order)]
+            (losses[0] + losses[1]).backward()
             for optimizer in optimizers:
                 optimizer.step()
         results.append([parameter.detach() for model in models for parameter in model.parameters()])
@@ -201,7 +202,7 @@ class OwnForward(Deep):
     """Torch compiles no forward of its own classes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return super().forward(x)  # type: ignore[no-any-return]
 
 
 def compiled_meanwhile() -> dict[str, Any]:

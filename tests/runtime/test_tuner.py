@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mgwfbp.runtime.decide import BUCKET_MIB, FAR, two_sizes
 from tests.runtime.launch import run_ranks
 from tests.runtime.tuner_ranks import ENOUGH_STEPS
 
@@ -169,17 +166,3 @@ def test_where_a_rank_is_killed_while_the_tuner_works_the_others_end_with_an_err
     found = json.loads((tmp_path / "rank0.json").read_text())["killed"]
     assert found["told"]
     assert not (tmp_path / "rank1.json").exists()
-
-
-@given(st.dictionaries(st.sampled_from(BUCKET_MIB), st.floats(0.0, 10.0)))
-def test_two_bucket_sizes_are_tried_the_best_by_the_model_and_one_far_from_it(predicted_s: dict[int, float]) -> None:
-    chosen = two_sizes(predicted_s)
-    assert len(chosen) == len(set(chosen)) == min(2, len(predicted_s))
-    if not chosen:
-        return
-    best = chosen[0]
-    assert all(predicted_s[best] <= other_s for other_s in predicted_s.values())
-    far = [size for size in predicted_s if size != best and not best / FAR < size < best * FAR]
-    if far:
-        assert chosen[1] in far
-        assert all(predicted_s[chosen[1]] <= predicted_s[size] for size in far)

@@ -14,7 +14,7 @@ import typer
 from mgwfbp.cli.output import talk
 from mgwfbp.errors import LabError
 from mgwfbp.lab import Cluster, LabResult, Line, parse_delay, parse_rate, run_lab
-from mgwfbp.lab.cluster import MAX_HOSTS, MAX_RANKS_PER_HOST
+from mgwfbp.lab.cluster import MAX_HOSTS, MAX_RANKS_PER_HOST, parse_rate_change
 from mgwfbp.units import quote
 
 __all__ = ["lab"]
@@ -28,6 +28,9 @@ def lab(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What each rank runs; put it after `--`.")],
     hosts: Annotated[int, typer.Option(min=1, max=MAX_HOSTS, help="How many hosts.")],
     rate: Annotated[str, typer.Option(help="Of each host's link, in each direction, e.g. 200mbit or 10gbit.")],
+    rate_change: Annotated[
+        list[str] | None, typer.Option(metavar="TIME=RATE", help="Another rate from then on, e.g. 60s=200mbit; repeat.")
+    ] = None,
     delay: Annotated[
         str, typer.Option(help="One way between two hosts, e.g. 50us; needs netem in the kernel.")
     ] = "0us",
@@ -47,7 +50,7 @@ def lab(
     environment, as under torchrun. The first rank that fails ends the others, and its exit status is this command's.
     """
     cluster = _usage(
-        "--rate, --delay, --mtu, --congestion-control",
+        "--rate, --rate-change, --delay, --mtu, --congestion-control",
         lambda: Cluster(
             num_hosts=hosts,
             rate_bits_per_s=_usage("--rate", lambda: parse_rate(rate)),
@@ -55,6 +58,7 @@ def lab(
             ranks_per_host=ranks_per_host,
             mtu_bytes=mtu,
             congestion_control=congestion_control,
+            rate_changes=tuple(_usage("--rate-change", lambda: [parse_rate_change(one) for one in rate_change or ()])),
         ),
     )
     if shutil.which(command[0]) is None:

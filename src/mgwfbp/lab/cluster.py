@@ -17,6 +17,7 @@ __all__ = [
     "Rank",
     "parse_delay",
     "parse_rate",
+    "parse_rate_change",
 ]
 
 MAX_HOSTS = 254  # the addresses of one /24
@@ -59,8 +60,14 @@ class Cluster:
     ranks_per_host: int = 1
     mtu_bytes: int = 1500
     congestion_control: str = ""  # TCP's, by its name in the kernel; empty for one that keeps a steady rate
+    rate_changes: tuple[tuple[float, float], ...] = ()  # (seconds after the start, bits per second from then on)
 
     def __post_init__(self) -> None:
+        changes = tuple((float(after_s), float(rate)) for after_s, rate in self.rate_changes)
+        object.__setattr__(self, "rate_changes", changes)
+        for (after_s, rate), before_s in zip(changes, (0.0, *(after_s for after_s, _ in changes)), strict=False):
+            _check("rate_changes: seconds", after_s, before_s, 1e6)
+            _check("rate_changes: bits per second", rate, MIN_RATE_BITS_PER_S, MAX_RATE_BITS_PER_S)
         _check("num_hosts", self.num_hosts, 1, MAX_HOSTS)
         _check("rate_bits_per_s", self.rate_bits_per_s, MIN_RATE_BITS_PER_S, MAX_RATE_BITS_PER_S)
         _check("delay_s", self.delay_s, 0, 10)
@@ -117,6 +124,7 @@ class Cluster:
             known for known in ((1e9, "Gbit"), (1e6, "Mbit"), (1e3, "kbit")) if self.rate_bits_per_s >= known[0]
         )
         delay = f", {format_seconds(self.delay_s)} delay" if self.delay_s else ""
+        delay += ", then other rates" if self.rate_changes else ""
         return f"lab, {self.rate_bits_per_s / scale:.4g} {unit}/s{delay}"
 
     def environment(self, rank: Rank, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -165,6 +173,16 @@ def parse_rate(text: str) -> float:
     (2500000000.0, 200000000.0)
     """
     return _parse(text, _RATE_UNITS, "a rate such as 200mbit or 10gbit")
+
+
+def parse_rate_change(text: str) -> tuple[float, float]:
+    """Read when a link's rate changes, and to what.
+
+    >>> parse_rate_change("30s=200mbit")
+    (30.0, 200000000.0)
+    """
+    after, _, rate = text.partition("=")
+    return parse_delay(after), parse_rate(rate)
 
 
 def parse_delay(text: str) -> float:

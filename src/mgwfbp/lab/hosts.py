@@ -1,7 +1,9 @@
 """Hosts, a switch and shaped links, made with rtnetlink: neither ``ip`` nor ``tc`` is needed."""
 
 import errno
+import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from mgwfbp.lab.cluster import INTERFACE, Cluster
 from mgwfbp.lab.kernel import forbidden, inside, new_network, own_sys
 from mgwfbp.units import quote
 
-__all__ = ["STEADY_TCP", "Shaping", "build_hosts", "shaping"]
+__all__ = ["STEADY_TCP", "Shaping", "build_hosts", "change_rate", "shaping"]
 
 _LOOPBACK = 1  # its index in every network namespace
 _ROOT_HANDLE, _INNER_HANDLE = 0x10000, 0x20000
@@ -44,17 +46,19 @@ class Shaping:
     queue_bytes: int  # what waits beyond this is lost, as in a switch
 
 
-def shaping(cluster: Cluster) -> Shaping:
-    """Choose the token bucket of a cluster's links.
+def shaping(cluster: Cluster, rate_bits_per_s: float | None = None) -> Shaping:
+    """Choose the token bucket of a cluster's links, as they are at first or at another rate.
 
     >>> shaping(Cluster(num_hosts=2, rate_bits_per_s=200e6))
     Shaping(rate_bytes_per_s=25000000, burst_bytes=25000, packet_bytes=12500, queue_bytes=500000)
     >>> shaping(Cluster(num_hosts=2, rate_bits_per_s=25e9)).burst_bytes
     625000
     """
-    rate_bytes_per_s = int(cluster.rate_bits_per_s / 8)
+    rate_bytes_per_s = int((rate_bits_per_s or cluster.rate_bits_per_s) / 8)
     frame_bytes = cluster.mtu_bytes + _ETHERNET_BYTES
-    packet_bytes = min(max(int(rate_bytes_per_s * _PACKET_S), 2 * frame_bytes), _MAX_PACKET_BYTES)
+    # Connections keep the size of their packets, whatever the rate becomes.
+    lowest_bytes_per_s = min(cluster.rate_bits_per_s, *(rate for _, rate in cluster.rate_changes), math.inf) / 8
+    packet_bytes = min(max(int(lowest_bytes_per_s * _PACKET_S), 2 * frame_bytes), _MAX_PACKET_BYTES)
     return Shaping(
         rate_bytes_per_s=rate_bytes_per_s,
         burst_bytes=max(2 * packet_bytes, int(rate_bytes_per_s * _WAKE_UP_S)),
@@ -91,6 +95,19 @@ def build_hosts(cluster: Cluster) -> list[int]:
         ) from error
 
 
+def change_rate(cluster: Cluster, networks: Sequence[int], rate_bits_per_s: float) -> None:
+    """Give all links another rate; called where `build_hosts` was, with what it returned."""
+    from pyroute2 import IPRoute
+
+    bucket = shaping(cluster, rate_bits_per_s)
+    parent = _ROOT_HANDLE | 1 if cluster.delay_s else None
+    with IPRoute() as switch:
+        for host, network in enumerate(networks):
+            _set_bucket(switch, switch.link_lookup(ifname=cluster.host_name(host))[0], bucket, how="change")
+            with inside(network), IPRoute() as inner:
+                _set_bucket(inner, inner.link_lookup(ifname=INTERFACE)[0], bucket, parent, how="change")
+
+
 def _require_netem(switch: Any) -> None:
     """Refuse a delay that the kernel cannot give, before a host is made."""
     from pyroute2.netlink.exceptions import NetlinkError
@@ -116,13 +133,13 @@ def _add_host(switch: Any, bridge: int, cluster: Cluster, host: int) -> int:
     size = {"mtu": cluster.mtu_bytes, "gso_max_size": bucket.packet_bytes}
     switch.link("add", ifname=name, kind="veth", **size, peer={"ifname": INTERFACE, "net_ns_fd": network, **size})
     port = switch.link_lookup(ifname=name)[0]
-    _add_bucket(switch, port, bucket)
+    _set_bucket(switch, port, bucket)
     switch.link("set", index=port, master=bridge, state="up")
     with inside(network), IPRoute() as inner:
         interface = inner.link_lookup(ifname=INTERFACE)[0]
         if cluster.delay_s:
             _add_delay(inner, interface, cluster.delay_s, bucket)
-        _add_bucket(inner, interface, bucket, parent=_ROOT_HANDLE | 1 if cluster.delay_s else None)
+        _set_bucket(inner, interface, bucket, _ROOT_HANDLE | 1 if cluster.delay_s else None)
         _set_tcp(cluster.congestion_control)
         inner.addr("add", index=interface, address=cluster.address(host), prefixlen=24)
         inner.link("set", index=_LOOPBACK, state="up")
@@ -169,10 +186,10 @@ def _all_cores(num_cores: int) -> str:
     return ",".join(digits[max(0, end - 8) : end] for end in reversed(range(len(digits), 0, -8)))
 
 
-def _add_bucket(netlink: Any, index: int, bucket: Shaping, parent: int | None = None) -> None:
+def _set_bucket(netlink: Any, index: int, bucket: Shaping, parent: int | None = None, *, how: str = "add") -> None:
     position = {"handle": _ROOT_HANDLE} if parent is None else {"handle": _INNER_HANDLE, "parent": parent}
     netlink.tc(
-        "add",
+        how,
         "tbf",
         index=index,
         rate=bucket.rate_bytes_per_s,

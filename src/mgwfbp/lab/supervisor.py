@@ -17,7 +17,7 @@ from pathlib import Path
 from mgwfbp.errors import LabError
 from mgwfbp.lab import mps
 from mgwfbp.lab.cluster import Cluster, Rank
-from mgwfbp.lab.hosts import build_hosts
+from mgwfbp.lab.hosts import build_hosts, change_rate
 from mgwfbp.lab.kernel import cover_file, die_with_parent, inside, make_namespaces, mount_own_proc
 from mgwfbp.lab.wire import Frame, FrameWriter, Kind, Order
 from mgwfbp.units import format_seconds
@@ -159,6 +159,9 @@ class _Ranks:
         self._running: dict[int, Rank] = {}  # by process number
         self._kill_at_s: float | None = None  # set once they have been asked to end
         self._end_at_s = None if order.timeout_s is None else time.monotonic() + order.timeout_s
+        now_s = time.monotonic()
+        self._changes = [(now_s + after_s, rate) for after_s, rate in order.cluster.rate_changes]
+        self._networks: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._open_pipes = 0
         self._listen_for_ends()
@@ -174,7 +177,7 @@ class _Ranks:
 
     def start(self, networks: list[int], environment: dict[str, str]) -> None:
         """Start all ranks, each in its host's network namespace and in a session of its own."""
-        cluster = self._order.cluster
+        cluster, self._networks = self._order.cluster, networks
         _allow_open_files(2 * cluster.num_ranks + cluster.num_hosts + 64)
         for rank in cluster.ranks:
             with inside(networks[rank.host]):
@@ -230,6 +233,8 @@ class _Ranks:
 
     def _check_time(self) -> None:
         now_s = time.monotonic()
+        while self._changes and self._changes[0][0] <= now_s:
+            change_rate(self._order.cluster, self._networks, self._changes.pop(0)[1])
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
             self._kill_at_s = now_s + GRACE_S
             self._signal(signal.SIGKILL)
@@ -240,7 +245,8 @@ class _Ranks:
 
     def _patience_s(self) -> float | None:
         until_s = self._end_at_s if self._kill_at_s is None else self._kill_at_s
-        return None if until_s is None else max(0.0, until_s - time.monotonic())
+        moments_s = [*([] if until_s is None else [until_s]), *(after_s for after_s, _ in self._changes[:1])]
+        return max(0.0, min(moments_s) - time.monotonic()) if moments_s else None
 
     def _answer(self, key: selectors.SelectorKey) -> None:
         chunk = os.read(key.fd, _CHUNK_BYTES)

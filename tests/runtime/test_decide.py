@@ -1,0 +1,97 @@
+"""The tuner's decisions in worlds whose true steps are known: recorded traces, known links, noise as measured."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgwfbp import LinearCost, load_network, load_trace
+from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
+from tests.runtime.worlds import World, random_world, tune_in
+
+# All 500 seeds are run by benchmarks/decisions.py.
+SEEDS = range(24)
+
+
+def test_no_plan_is_kept_that_is_truly_slower_than_torchs_and_nearly_all_are_near_the_best() -> None:
+    near = 0
+    for seed in SEEDS:
+        world = random_world(seed)
+        verdict = tune_in(world)
+        kept_s = world.truth(verdict.candidates[0].plan).iteration_s
+        assert kept_s <= 1.005 * world.truth(world.default).iteration_s, seed
+        near += kept_s <= 1.01 * world.best_s()
+    assert near >= 0.9 * len(SEEDS)
+
+
+def quiet(network: str, workers: int, model: str = "googlenet-h200-b64") -> World:
+    return World(load_trace(model), load_network(network).cost(workers), random.Random(1), noise=0.003)
+
+
+def test_in_a_quiet_world_the_best_is_found_in_few_steps_and_it_says_how_sure_it_is() -> None:
+    world = quiet("25gbe", 4)
+    verdict = tune_in(world)
+    assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.005 * world.best_s()
+    assert verdict.comparison.is_sure
+    assert 0 < verdict.comparison.gain_low < verdict.comparison.gain < verdict.comparison.gain_high
+    gain = world.truth(world.default).iteration_s / world.truth(verdict.candidates[0].plan).iteration_s - 1
+    assert verdict.comparison.gain_low - 0.01 < gain < verdict.comparison.gain_high + 0.01
+    assert world.steps < 250
+
+
+def test_where_nothing_is_faster_torchs_own_buckets_are_kept() -> None:
+    world = World(load_trace("vgg16-h200-b32"), LinearCost(2, 1e-6, 1e-13), random.Random(1), noise=0.01)
+    verdict = tune_in(world)
+    assert verdict.candidates[0].name == "ddp"
+    assert not verdict.comparison.is_sure
+    assert "no gain beyond doubt" in str(verdict.comparison)
+
+
+def test_batches_that_vary_do_not_decide_who_wins() -> None:
+    for seed in range(4):
+        world = replace(quiet("25gbe", 4), batches=0.1, rng=random.Random(seed))
+        verdict = tune_in(world)
+        assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.01 * world.best_s()
+
+
+def test_what_messages_take_from_the_computation_is_measured_though_no_planner_knows_it() -> None:
+    # Every message costs 1 ms: what the planner likes best is far from the best.
+    world = replace(quiet("100gbe", 8, "densenet201-h200-b32"), per_message_s=1e-3)
+    verdict = tune_in(world)
+    assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.01 * world.best_s()
+
+
+def test_a_limit_of_steps_is_kept() -> None:
+    world = replace(quiet("25gbe", 4), noise=0.2)
+    tune_in(world, Limits(steps=60))
+    assert world.steps < 60 + 100
+
+
+def test_torchs_own_buckets_and_buckets_of_1_mib_always_take_part() -> None:
+    for network in ("1gbe", "100gbe"):
+        names = {candidate.name for candidate in tune_in(quiet(network, 4)).candidates}
+        assert {"ddp", "bucket-1"} <= names
+
+
+@given(st.dictionaries(st.sampled_from(BUCKET_MIB), st.floats(0.0, 10.0)))
+def test_two_bucket_sizes_are_tried_the_best_by_the_model_and_one_far_from_it(predicted_s: dict[int, float]) -> None:
+    chosen = two_sizes(predicted_s)
+    assert len(chosen) == len(set(chosen)) == min(2, len(predicted_s))
+    if not chosen:
+        return
+    best = chosen[0]
+    assert all(predicted_s[best] <= other_s for other_s in predicted_s.values())
+    far = [size for size in predicted_s if size != best and not best / FAR < size < best * FAR]
+    if far:
+        assert chosen[1] in far
+        assert all(predicted_s[chosen[1]] <= predicted_s[size] for size in far)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "table"),
+    [(0.95, 3, 2.353), (0.95, 10, 1.812), (0.99, 5, 3.365), (0.995, 3, 5.841), (0.995, 20, 2.845)],
+)
+def test_quantiles_of_students_t_are_those_of_the_tables(confidence: float, freedom: int, table: float) -> None:
+    assert t_quantile(confidence, freedom) == pytest.approx(table, rel=0.04)

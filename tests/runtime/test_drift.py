@@ -1,0 +1,118 @@
+"""Steps that change for long, and ranks that begin again together: simulated clocks, stores and collectives."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from mgwfbp.runtime.drift import AHEAD, ASK_EVERY, LASTING, WINDOW, Drift, StepLengths
+
+
+def steps_until_changed(lengths_s: list[float]) -> int | None:
+    judge = StepLengths()
+    return next((number for number, length_s in enumerate(lengths_s, 1) if judge.add(length_s)), None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_quiet_steps_never_count_as_changed(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [0.1 * rng.lognormvariate(0, 0.05) * (1.5 if rng.random() < 0.05 else 1) for _ in range(20_000)]
+    assert steps_until_changed(lengths) is None
+
+
+@pytest.mark.parametrize("factor", [1.3, 0.7])
+def test_steps_that_stay_longer_or_shorter_count_after_some_windows(factor: float) -> None:
+    lengths = [0.1] * (4 * WINDOW) + [0.1 * factor] * (10 * WINDOW)
+    assert steps_until_changed(lengths) == (4 + LASTING) * WINDOW
+
+
+def test_a_slow_spell_that_ends_does_not_count() -> None:
+    lengths = ([0.1] * (4 * WINDOW) + [0.2] * (LASTING - 1) * WINDOW) * 3
+    assert steps_until_changed(lengths) is None
+
+
+@dataclass
+class MemoryStore:
+    """A store that all simulated ranks share."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    asked: int = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, "0")) + amount)
+        return int(self.values[key])
+
+
+class Rank:
+    """A rank whose group counts so many collectives a step."""
+
+    def __init__(self, store: MemoryStore, rank: int, world: int, *, per_step: int = 5) -> None:
+        self.count, self.now_s, self.steps, self.per_step = 0, 0.0, 0, per_step
+        self.began_at: int | None = None
+        self.drift = Drift(store, rank, world, lambda: self.count, self._begin, lambda: self.now_s)
+
+    def _begin(self) -> None:
+        self.began_at = self.steps
+
+    def step(self, length_s: float, collectives: int | None = None) -> None:
+        self.drift.before_step()
+        self.steps += 1
+        self.now_s += length_s
+        self.count += self.per_step if collectives is None else collectives
+
+
+def train(ranks: list[Rank], lengths_s: list[float], rng: random.Random) -> None:
+    """Let ranks step together, in any order within a step."""
+    for length_s in lengths_s:
+        for rank in rng.sample(ranks, len(ranks)):
+            if rank.began_at is None:
+                rank.step(length_s)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_ranks_begin_again_at_the_same_step(seed: int) -> None:
+    store = MemoryStore()
+    ranks = [Rank(store, rank, 4) for rank in range(4)]
+    train(ranks, [0.1] * 400 + [0.2] * 1000, random.Random(seed))
+    (began,) = {rank.began_at for rank in ranks}
+    assert began is not None
+    assert 400 + LASTING * WINDOW <= began <= 400 + (LASTING + 2) * WINDOW + ASK_EVERY + 2 * AHEAD
+
+
+def test_while_nothing_changes_the_store_is_asked_once_in_a_while_and_nothing_is_written() -> None:
+    store = MemoryStore()
+    ranks = [Rank(store, rank, 4) for rank in range(4)]
+    train(ranks, [0.1] * 2000, random.Random(1))
+    assert {rank.began_at for rank in ranks} == {None}
+    assert store.values == {}
+    assert store.asked == 4 * (2000 // ASK_EVERY)
+
+
+@pytest.mark.parametrize("offset", [1, 5, 10])
+def test_ranks_that_count_collectives_differently_do_not_begin_and_say_so(offset: int) -> None:
+    # One rank has sent messages to another that the rest knows nothing of: some, or as many as a step has.
+    store = MemoryStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    ranks[1].count += offset
+    train(ranks, [0.1] * 400 + [0.2] * 1500, random.Random(1))
+    assert {rank.began_at for rank in ranks} == {None}
+    assert all("count their messages differently" in rank.drift.problem for rank in ranks)
+
+
+def test_ranks_that_count_steps_differently_do_not_begin() -> None:
+    # One rank has begun a step that came to nothing.
+    store = MemoryStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    ranks[2].step(0.1, collectives=0)
+    train(ranks, [0.1] * 400 + [0.2] * 1500, random.Random(1))
+    assert {rank.began_at for rank in ranks} == {None}
