@@ -3,11 +3,15 @@
 from dataclasses import asdict
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from mgwfbp.runtime.learn import Gradients, PackedSteps, learn_trace
 from mgwfbp.runtime.observe import ObservedMessage, ObservedStep
 from tests.runtime.launch import be_rank
+from tests.runtime.odd_ranks import Deep
+from tests.runtime.tuner_ranks import tuned, vectors
 
 GRADIENTS = Gradients("toy", ("a", "bb"), (1, 2))
 
@@ -38,5 +42,25 @@ def steps() -> dict[str, Any]:
     return {"agreed": asdict(agreed), "trace": learn_trace(agreed, GRADIENTS).to_json()}
 
 
+def traffic() -> dict[str, Any]:
+    """What a rank says to others in Python while a model is tuned: the kind and the bytes of each collective."""
+    said: list[tuple[str, int]] = []
+
+    def spied(name: str, real: Any) -> Any:
+        def spy(tensor: Any, *arguments: Any, **named: Any) -> Any:
+            said.append((name, tensor.nbytes if isinstance(tensor, Tensor) else -1))
+            return real(tensor, *arguments, **named)
+
+        return spy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "gather", "gather_object"):
+            patch.setattr(dist, name, spied(name, getattr(dist, name)))
+        model = tuned(Deep())
+        for number in range(24):
+            model(vectors(number)[0]).square().mean().backward()
+    return {"said": said, "tuning": model.tuning.state}
+
+
 if __name__ == "__main__":
-    be_rank({"steps": steps})
+    be_rank({"steps": steps, "traffic": traffic})

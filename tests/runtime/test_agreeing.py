@@ -46,3 +46,18 @@ def test_of_a_message_that_a_rank_sent_at_once_the_last_ranks_time_counts(ranks:
 
 def test_of_one_that_waited_behind_another_on_every_rank_the_mean_counts(ranks: list[Any]) -> None:
     assert ranks[0]["agreed"]["message_s"][0][1] == 2.0
+
+
+def test_what_a_rank_says_while_it_tunes_does_not_grow_with_the_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    by_world = {}
+    for world in (2, 4):
+        ranks = run_ranks("tests.runtime.agreeing_ranks", ["traffic"], tmp_path_factory.mktemp(f"w{world}"), world)
+        for found in (told["traffic"] for told in ranks):
+            assert found["tuning"] == "working"
+            assert {name for name, _ in found["said"]} == {"all_reduce", "broadcast"}
+            # Texts differ by digits; numbers do not.
+            by_world[world] = [size for name, size in found["said"] if name == "all_reduce"]
+    assert len(by_world[2]) > 10
+    assert by_world[2] == by_world[4]
