@@ -83,8 +83,9 @@ def _create(given: Any, _: object) -> Any:
     # Torch looks at this variable only where it makes the options itself.
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-    options.global_ranks_in_group = given.global_ranks_in_group
-    options.group_name = given.group_id
+    for name, value in (("global_ranks_in_group", given.global_ranks_in_group), ("group_name", given.group_id)):
+        if hasattr(options, name):  # since torch 2.5
+            setattr(options, name, value)
     return gloo(given.store, given.group_rank, given.group_size, options)
 
 
