@@ -177,17 +177,20 @@ def deleted() -> dict[str, Any]:
 
 
 def two_models() -> dict[str, Any]:
-    """Two tuned models that end their reductions in one backward pass, in another order on each rank."""
+    """Two tuned models, each with a group of its own, that end in one backward pass, in another order on each rank."""
     results: list[list[Tensor]] = []
     tunings: list[str] = []
+    # In one group all ranks must send in one order.
+    groups = [dist.new_group() for _ in range(2)]
     for wrapper in (StockDdp, tuned):
         torch.manual_seed(1)
-        models: list[Any] = [wrapper(Deep()) for _ in range(2)]
+        models: list[Any] = [wrapper(Deep(), process_group=group) for group in groups]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         for number in range(STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            order = models if dist.get_rank() == 0 else models[::-1]
+            # At first torch's own forward passes wait for the other ranks.
+            order = models if dist.get_rank() == 0 or number < 3 else models[::-1]
             # The loss of the last comes first in the backward pass.
             losses = [loss_of(model, number) * (1 + place) for place, model in enumerate(order)]
             (losses[0] + losses[1]).backward()

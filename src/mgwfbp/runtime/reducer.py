@@ -15,6 +15,7 @@ So there are two ways to give it others:
   would remember nonsense). The latter gets ours in place when its second step begins.
 """
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -248,6 +249,30 @@ class _NoZeros(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _FreesFirst(TorchDispatchMode):
+    """Gives memory that is free back to the system before the first new bucket is allocated.
+
+    By then the Reducer has freed its old buckets. Allocators keep what was freed, and blocks that new buckets do not
+    fit into would come on top of these: one more set of gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._has_freed = device, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Tensors of whole numbers hold indices.
+        is_bucket = func.overloadpacket is torch.ops.aten.empty and kwargs["dtype"].is_floating_point
+        if is_bucket and not self._has_freed:
+            self._has_freed = True
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+                trim(0)
+        return func(*args, **kwargs)
+
+
 # Arguments that keep a toy model from talking to other ranks, as far as this torch has them.
 _QUIET: dict[str, Any] = {
     name: False for name in ("init_sync",) if name in DistributedDataParallel.__init__.__code__.co_varnames
@@ -399,7 +424,8 @@ class ReducerHandle(Parameters):
         reducer._push_all_rebuilt_params()
         reducer._update_process_group(self._script)
         try:
-            has_rebuilt = reducer._rebuild_buckets()
+            with _FreesFirst(self.parameters[0].device):
+                has_rebuilt = reducer._rebuild_buckets()
         finally:
             self._script.answers = []
             reducer._update_process_group(self._observed_group or ddp.process_group)
