@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint typecheck layers pytest bench format clean
+.PHONY: help demo test lint typecheck layers pytest torchtests bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ layers: $(VENV)/.ready ## import-linter: the layers of docs/design.md
 
 pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+torchtests: $(VENV)/.ready ## torch's own tests of DDP with our class (10 minutes, never part of test)
+	$(BIN)/python -m tests.runtime.torchs_own docs/torchs-own-tests.md
 
 bench: $(VENV)/.ready ## benchmarks (never part of test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-columns=min,median,iqr,rounds

@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def reach(address):
         return {errno.ECONNREFUSED: "yes", errno.ENETUNREACH: "no"}.get(one.connect_ex((address, 9)), "perhaps")
 other = f"10.0.0.{2 - int(os.environ['RANK'])}"
 print(names, reach(other), reach("127.0.0.1"), reach("192.0.2.1"))
+"""
+
+# Prints each rate that the kernel gives links of this network, and when it was first seen, until the last is there.
+RATES = """
+import json, sys, time
+from pyroute2 import IPRoute
+last, seen = int(sys.argv[1]), {}
+with IPRoute() as netlink:
+    names = {link["index"]: link.get_attr("IFLA_IFNAME") for link in netlink.get_links()}
+    while not seen or any(list(rates)[-1] != last for rates in seen.values()):
+        for one in netlink.get_qdiscs():
+            if one.get_attr("TCA_KIND") == "tbf":
+                rate = one.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"] * 8
+                seen.setdefault(names[one["index"]], {}).setdefault(rate, time.monotonic())
+        time.sleep(0.02)
+print(json.dumps(seen))
 """
 
 ALL_REDUCE = """
@@ -187,6 +204,8 @@ def test_a_killed_rank_is_called_killed(machine: Machine) -> None:
         ("--hosts", "2", "--rate", "1gbit", "--", ""),
         ("--hosts", "2", "--rate", "1gbit", "--", "no-such-program"),
         ("--hosts", "2", "--rate", "1gbit", "--delay", "soon", "--", "true"),
+        ("--hosts", "2", "--rate", "1gbit", "--rate-change", "2gbit", "--", "true"),
+        ("--hosts", "2", "--rate", "1gbit", "--rate-change", "2s=2gbit", "--rate-change", "1s=3gbit", "--", "true"),
         ("--hosts", "2", "--rate", "1gbit", "--ranks-per-host", "0", "--", "true"),
         ("--hosts", "2", "--rate", "1gbit", "--mtu", "1", "--", "true"),
         ("--hosts", "2", "--rate", "1gbit", "--congestion-control", "no/such", "--", "true"),
@@ -281,6 +300,35 @@ def test_a_link_carries_its_rate_and_twice_the_rate_carries_twice_as_much() -> N
     # Headers take 4.4 % of a frame of 1514 bytes.
     assert 0.8 < carried["50mbit"] < 1.0
     assert 0.8 < carried["100mbit"] < 1.0
+
+
+def test_links_change_their_rates_in_order_and_none_before_its_time(machine: Machine) -> None:
+    rates = {200_000_000: 0.0, 50_000_000: 0.7, 400_000_000: 1.4}  # from when on
+    changes = [f"--rate-change={after_s}s={rate}bit" for rate, after_s in list(rates.items())[1:]]
+    command = python(RATES, str(list(rates)[-1]))
+    started_s = time.monotonic()  # the same clock in all processes
+    with machine.lab("--hosts", "2", "--rate", "200mbit", *changes, "--", *command) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, len(stdout.splitlines())) == (0, 2), stderr
+    for line in stdout.splitlines():
+        seen = {int(rate): seen_s for rate, seen_s in json.loads(line.partition("|")[2])["lab0"].items()}
+        assert list(seen) == list(rates)[-len(seen) :]  # where all was slow, the first are over when it looks
+        assert all(seen_s - started_s >= rates[rate] for rate, seen_s in seen.items())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may look into the lab's networks from outside")
+def test_a_rate_changes_at_both_ends_of_every_link(machine: Machine) -> None:
+    found: dict[str, list[list[int]]] = {}
+    lab = ("--hosts", "3", "--rate", "200mbit", "--rate-change", "0s=50mbit", "--", "sh", "-c", "echo here; sleep 60")
+    with machine.lab(*lab) as process:
+        wait_for_lines(process, "here", 3)
+        for network in machine.networks().values():
+            command = ["nsenter", f"--net={network}", *python(RATES, "50000000")]
+            told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+            for name, seen in told.items():
+                found.setdefault(name, []).append([int(rate) for rate in seen][-1:])
+    ends = {f"host{host}": [[50_000_000]] for host in range(3)}
+    assert found == {**ends, "lab0": [[50_000_000]] * 3}
 
 
 def test_gloo_ranks_find_one_another_and_sum() -> None:

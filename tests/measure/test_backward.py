@@ -2,7 +2,10 @@
 
 import json
 import random
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -72,7 +75,43 @@ def test_model_gradients_buffers_and_random_generators_are_as_before() -> None:
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if name != "head.weight")
     assert torch.equal(torch.rand(3), expected[0])
     assert (random.random(), np.random.rand()) == expected[1:]
-    assert not model.head.weight._post_accumulate_grad_hooks  # ours are gone
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["measured", "failed"])
+def test_no_hook_is_left_and_a_backward_pass_calls_what_it_called_before(fails: bool) -> None:
+    model = Odd()
+    called: list[Tensor] = []
+    model.head.weight.register_hook(called.append)  # the user's own
+
+    def loss_fn(output: dict[str, Any]) -> Tensor:
+        return output["logits"].sum() / (1 // (not fails))  # type: ignore[no-any-return]
+
+    calls_of_a_backward_pass(model)  # the first one of a process imports modules
+    before = calls_of_a_backward_pass(model)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        measure_backward(model, torch.arange(6), loss_fn, steps=2)
+    called.clear()
+    assert calls_of_a_backward_pass(model) == before
+    assert len(called) == 1
+    for name, parameter in model.named_parameters():
+        assert not parameter._post_accumulate_grad_hooks
+        assert (parameter._backward_hooks is None) == (name != "head.weight")  # an empty list costs a call too
+
+
+def calls_of_a_backward_pass(model: nn.Module) -> list[str]:
+    """Name the Python functions that autograd calls in this thread, where a CPU's backward pass runs."""
+    loss, calls = model(torch.arange(6))["logits"].sum(), []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}")
+
+    sys.setprofile(note)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_everything_is_as_before_when_the_model_fails() -> None:

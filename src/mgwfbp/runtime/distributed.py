@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -108,8 +109,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.is_compiled = False  # whether a graph was compiled inside the forward pass
         self._absent = missing() if plan is not None or tune else ()
         self._asked_for: Callable[[], None] | None = partial(self._agree_on_plan, plan, given)
-        with _warnings_of_caller():
-            super().__init__(module, *args, **kwargs)
+        # Torch's warnings name the line that calls its constructor: it shall be the user's.
+        _call_from_user_line(partial(super().__init__, module, *args, **kwargs))
         self._asked_for = None
         if plan is not None or tune:
             self._begin(plan_was_given=plan is not None)
@@ -353,6 +354,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer."""
         if self._handle is not None:
             self._handle.settle()
+            self._handle.was_joined = True
             self._stop_tuning(_IN_JOIN, restore=True)
         return super().join_hook(**kwargs)
 
@@ -455,22 +457,20 @@ def _levels_to_user() -> int:
     return levels
 
 
-@contextmanager
-def _warnings_of_caller() -> Iterator[None]:
-    """Let torch's warnings point at the line of the user's, not at ours."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for one in caught:
-        warnings.warn_explicit(one.message, one.category, *_user_line())
+def _call_from_user_line(call: Callable[[], None]) -> None:
+    """Call something as if the user's line did: warnings that blame their caller name it, and its filters count.
 
-
-def _user_line() -> tuple[str, int]:
+    Not by catching and repeating warnings: filters belong to all threads, and one that makes an error of a warning must
+    do so where torch warns, before any rank waits for another.
+    """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "mgwfbp",
-        "torch",
-        "contextlib",
-    ):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+    for _ in range(_levels_to_user() - 1):
+        frame = frame.f_back if frame is not None else None
+    if frame is None:
+        call()
+    else:
+        place = _CALL.__code__.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
+        FunctionType(place, frame.f_globals)(call)
+
+
+_CALL = lambda call: call()  # noqa: E731 - on one line, which is then the user's

@@ -69,7 +69,7 @@ _NEEDED = {
         "_reset_state",
         "_update_process_group",
     ),
-    "Logger": ("_set_comm_hook_name", "_set_static_graph"),
+    "Logger": ("_set_comm_hook_name", "_set_static_graph", "_set_uneven_input_join"),
     "GradBucket": ("parameters",),
     "torch.distributed": ("ProcessGroup", "_register_comm_hook"),
     "torch.autograd.Variable": ("_execution_engine",),
@@ -285,6 +285,11 @@ def cannot_hold(ddp: DistributedDataParallel) -> str:
         return "torch's Python reducer, which torch._dynamo.config.optimize_ddp asks for, has no buckets"
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         return "all gradients are delayed by delay_all_reduce_named_params"
+    for parameter in DistributedDataParallel._build_params_for_reducer(ddp)[0]:
+        try:
+            _ = parameter.nbytes
+        except RuntimeError:  # torch's own DDP can be constructed with one
+            return f"a parameter is a {type(parameter).__name__}, which does not say how many bytes it has"
     return ""
 
 
@@ -319,6 +324,7 @@ class ReducerHandle(Parameters):
         self._observed_group: Any = None  # the process group while messages are observed; C++ alone would not keep it
         self.builtin_hook: Any = None  # what the model registered
         self.sample_rate: int | None = None
+        self.was_joined = False  # whether it was trained under join, which torch's statistics say
 
     @property
     def ddp(self) -> Any:
@@ -509,6 +515,8 @@ class ReducerHandle(Parameters):
             DistributedDataParallel._register_builtin_comm_hook(ddp, self.builtin_hook)
         if self.sample_rate is not None:
             DistributedDataParallel._set_ddp_runtime_logging_sample_rate(ddp, self.sample_rate)
+        if self.was_joined:
+            logger._set_uneven_input_join()
         if ddp._lazy_init_ran and any(hasattr(one, "_in_backward_optimizers") for one in ddp._module_parameters):
             reducer._set_optimizer_in_backward()
         if ddp.static_graph:

@@ -32,9 +32,9 @@ class StrideWatch:
         self._handle.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _look(self, place: int, gradient: Tensor) -> None:
+    def _look(self, place: int, gradient: Tensor | None) -> None:
         self._has_seen = True
-        if gradient.layout is not torch.strided:
+        if gradient is None or gradient.layout is not torch.strided:  # None: a part of the graph without a gradient
             return
         parameter = self._reducer.parameters[place]
         # Its own strides for a dense parameter, else row after row: the layout of its view in the bucket.
