@@ -1,0 +1,87 @@
+"""What a rank tells the others while it tunes, by the number of ranks.
+
+    python benchmarks/scale.py --ranks 2,8,32
+
+A stand-in for ResNet-50 (161 gradients, a thousandth of its bytes; it waits 20 ms where it would compute) tunes itself
+over gloo on this machine. Every collective that tuning calls in Python is counted with its bytes; those of training are
+the Reducer's own. Takes some minutes and about 0.4 GB a rank.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgwfbp import DistributedDataParallel, load_trace
+from mgwfbp.bench.replay import Replay, replayable
+from mgwfbp.runtime.gloo import init_process_group
+
+COMPUTE_S, SHARE = 0.02, 1e-3
+COUNTED = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "gather", "gather_object")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,8,32")
+    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # of a rank: where to write
+    options = parser.parse_args()
+    if options.rank_output:
+        be_rank(options.rank_output)
+        return
+    print("| ranks | steps | collectives a rank, of those all-reduces | bytes a rank, of those reduced | spent, s |")
+    print("|--:|--:|--:|--:|--:|")
+    for world in map(int, options.ranks.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "found.json"
+            launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+            command = [*launch, __file__, "--rank-output", str(output)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(command, check=True, stdout=sys.stderr, env=environment)  # noqa: S603
+            found = json.loads(output.read_text(encoding="utf-8"))
+        said = found["said"]
+        reduced = [size for name, size in said if name == "all_reduce"]
+        print(
+            f"| {world} | {found['steps']} | {len(said)}, {len(reduced)} | {sum(size for _, size in said):,}, "
+            f"{sum(reduced):,} | {found['spent_s']:.2f} |",
+            flush=True,
+        )
+
+
+def be_rank(output: Path) -> None:
+    torch.set_num_threads(1)
+    init_process_group()
+    trace = load_trace("resnet50-k80-b32")
+    trace = trace.scaled(COMPUTE_S / trace.compute_s)
+    smaller = tuple(replace(layer, grad_bytes=int(SHARE * layer.grad_bytes)) for layer in trace.layers)
+    model = DistributedDataParallel(Replay(replayable(replace(trace, layers=smaller))), tune_steps=60)
+    said: list[tuple[str, int]] = []
+    for name in COUNTED:
+        setattr(dist, name, counted(name, getattr(dist, name), said))
+    start = torch.zeros(1, requires_grad=True)
+    while model.tuning.state == "working":
+        model.zero_grad()
+        model(start).sum().backward()
+    if dist.get_rank() == 0:
+        found = {"said": said, "steps": model.tuning.steps, "spent_s": model.tuning.spent_s}
+        output.write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def counted(name: str, real: Any, said: list[tuple[str, int]]) -> Any:
+    def call(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        said.append((name, tensor.nbytes if isinstance(tensor, torch.Tensor) else 0))
+        return real(tensor, *arguments, **named)
+
+    return call
+
+
+if __name__ == "__main__":
+    main()
