@@ -17,7 +17,7 @@ from mgwfbp.trace import ModelTrace
 
 __all__ = ["Arena"]
 
-# The tuner says it needs about 100.
+# Of comparing it takes 800 at most, and before and after that it observes some plans.
 MAX_TUNING_STEPS = 1000
 
 

@@ -28,6 +28,8 @@ ALONE = "no communication"
 LEARN_FROM = ("single", "wfbp", "ddp", "optimal")
 # Steps that are watched of each of them, and at the end of every strategy.
 WATCHED_STEPS = 3
+# What a tuner takes in the middle; benchmarks/decisions.md.
+TUNING_STEPS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ class Listener:
 
 
 def num_steps(strategies: Sequence[str], schedule: Schedule, *, learns: bool, timelines: bool) -> int:
-    """Return about how many steps a contest takes; a tuner's are a hundred more."""
+    """Return about how many steps a contest takes; a tuner's are some hundred more."""
     turns = schedule.turns * (1 + len(strategies)) * (schedule.settle + schedule.steps)
     watched = (len(LEARN_FROM) if learns else 0) + (len(strategies) if timelines else 0)
-    return turns + watched * (1 + WATCHED_STEPS) + 100 * ("auto" in strategies)
+    return turns + watched * (1 + WATCHED_STEPS) + TUNING_STEPS * ("auto" in strategies)
 
 
 def contest(

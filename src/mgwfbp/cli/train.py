@@ -16,20 +16,15 @@ __all__ = ["train"]
 
 DEFAULTS = TrainConfig()
 
-_WHAT, _HOW, _WORKERS, _FILES = "What to train", "How", "Workers", "Files"
-
 
 def train(
-    model: Annotated[
-        str, typer.Option(metavar="NAME", help="cnn (small), or any of torchvision's.", rich_help_panel=_WHAT)
-    ] = DEFAULTS.model,
+    model: Annotated[str, typer.Option(metavar="NAME", help="cnn (small), or any of torchvision's.")] = DEFAULTS.model,
     factory: Annotated[
         str | None,
         typer.Option(
             metavar="PACKAGE.MODULE:FUNCTION",
             help="Your own: a function that returns the model (or, as for measure and bench, (model, batch[, loss_fn]) "
             "of which only the model is used), and may take num_classes and channels.",
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     data: Annotated[
@@ -37,99 +32,72 @@ def train(
         typer.Option(
             metavar="digits|synthetic|FOLDER",
             help="The digits of scikit-learn, random images, or FOLDER/train/CLASS/IMAGE and FOLDER/val/CLASS/IMAGE.",
-            rich_help_panel=_WHAT,
         ),
     ] = DEFAULTS.data,
-    image_size: Annotated[
-        int | None, typer.Option(min=1, help="Pixels a side, if not what is usual.", rich_help_panel=_WHAT)
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Of synthetic data.", rich_help_panel=_WHAT)] = (
-        DEFAULTS.num_samples
-    ),
-    classes: Annotated[int, typer.Option(min=2, help="Of synthetic data.", rich_help_panel=_WHAT)] = (
-        DEFAULTS.num_classes
-    ),
+    image_size: Annotated[int | None, typer.Option(min=1, help="Pixels a side, if not what is usual.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Of synthetic data.")] = DEFAULTS.num_samples,
+    classes: Annotated[int, typer.Option(min=2, help="Of synthetic data.")] = DEFAULTS.num_classes,
     on_corrupt: Annotated[
-        OnCorrupt, typer.Option(help="What to do about an image that cannot be read.", rich_help_panel=_WHAT)
+        OnCorrupt, typer.Option(help="What to do about an image that cannot be read.")
     ] = DEFAULTS.on_corrupt,
-    epochs: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW)] = DEFAULTS.epochs,
+    epochs: Annotated[int, typer.Option(min=1)] = DEFAULTS.epochs,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Samples of one worker for an update ({DEFAULTS.batch_size}).", rich_help_panel=_HOW),
+        typer.Option(min=1, help=f"Samples of one worker for an update ({DEFAULTS.batch_size})."),
     ] = None,
-    global_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Instead: samples of all workers.", rich_help_panel=_HOW)
-    ] = None,
-    accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Parts in which a worker computes its batch.", rich_help_panel=_HOW)
-    ] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate of one worker.", rich_help_panel=_HOW)] = DEFAULTS.lr,
-    scale_lr: Annotated[bool, typer.Option(help="Times the number of workers.", rich_help_panel=_HOW)] = True,
-    schedule: Annotated[Schedule, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.schedule,
-    warmup_epochs: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.warmup_epochs,
+    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Instead: samples of all workers.")] = None,
+    accumulation_steps: Annotated[int, typer.Option(min=1, help="Parts in which a worker computes its batch.")] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate of one worker.")] = DEFAULTS.lr,
+    scale_lr: Annotated[bool, typer.Option(help="Times the number of workers.")] = True,
+    schedule: Annotated[Schedule, typer.Option()] = DEFAULTS.schedule,
+    warmup_epochs: Annotated[float, typer.Option()] = DEFAULTS.warmup_epochs,
     step_epochs: Annotated[
-        int, typer.Option(min=1, help="Schedule step: epochs between two steps.", rich_help_panel=_HOW)
+        int, typer.Option(min=1, help="Schedule step: epochs between two steps.")
     ] = DEFAULTS.step_epochs,
     step_factor: Annotated[
-        float, typer.Option(help="Schedule step: what the rate is multiplied by.", rich_help_panel=_HOW)
+        float, typer.Option(help="Schedule step: what the rate is multiplied by.")
     ] = DEFAULTS.step_factor,
-    momentum: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.momentum,
-    weight_decay: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.weight_decay,
-    label_smoothing: Annotated[float, typer.Option(rich_help_panel=_HOW)] = DEFAULTS.label_smoothing,
-    clip_norm: Annotated[
-        float | None, typer.Option(help="The largest norm of all gradients.", rich_help_panel=_HOW)
-    ] = None,
-    autocast: Annotated[Autocast | None, typer.Option(help="Mixed precision.", rich_help_panel=_HOW)] = None,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_HOW)] = 0,
+    momentum: Annotated[float, typer.Option()] = DEFAULTS.momentum,
+    weight_decay: Annotated[float, typer.Option()] = DEFAULTS.weight_decay,
+    label_smoothing: Annotated[float, typer.Option()] = DEFAULTS.label_smoothing,
+    clip_norm: Annotated[float | None, typer.Option(help="The largest norm of all gradients.")] = None,
+    autocast: Annotated[Autocast | None, typer.Option(help="Mixed precision.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     strategy: Annotated[
         str,
         typer.Option(
-            metavar="auto|ddp|naive|wfbp|single|bucket|mgwfbp|optimal|ps|PLAN.json",
-            help="How gradients are averaged.",
-            rich_help_panel=_WORKERS,
+            metavar="auto|ddp|naive|wfbp|single|bucket|mgwfbp|optimal|ps|PLAN.json", help="How gradients are averaged."
         ),
     ] = DEFAULTS.strategy,
     trace: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|NAME", help="For mgwfbp and optimal; measured if not given.", rich_help_panel=_WORKERS
-        ),
+        typer.Option(metavar="FILE|NAME", help="For mgwfbp and optimal; measured if not given."),
     ] = None,
     cost: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="For mgwfbp and optimal; measured if not given.", rich_help_panel=_WORKERS),
+        typer.Option(metavar="FILE", help="For mgwfbp and optimal; measured if not given."),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Local workers to start (1); under torchrun those given are used.", rich_help_panel=_WORKERS
-        ),
+        typer.Option(min=1, help="Local workers to start (1); under torchrun those given are used."),
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(rich_help_panel=_WORKERS)] = "cpu",
-    max_restarts: Annotated[
-        int, typer.Option(min=0, help="Starts anew from the last checkpoint after a failure.", rich_help_panel=_WORKERS)
-    ] = 0,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",
+    max_restarts: Annotated[int, typer.Option(min=0, help="Starts anew from the last checkpoint after a failure.")] = 0,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="After which a silent worker hangs.", rich_help_panel=_WORKERS)
+        float, typer.Option(metavar="SECONDS", help="After which a silent worker hangs.")
     ] = DEFAULTS.timeout_s,
-    loaders: Annotated[
-        int, typer.Option(min=0, help="Processes of each worker that read images.", rich_help_panel=_WORKERS)
-    ] = 0,
+    loaders: Annotated[int, typer.Option(min=0, help="Processes of each worker that read images.")] = 0,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="The run's folder.", rich_help_panel=_FILES),
+        typer.Option("--output", "-o", metavar="FOLDER", help="The run's folder."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.", rich_help_panel=_FILES)
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
     checkpoint_steps: Annotated[
-        int | None, typer.Option(min=1, help="Save so often, besides after every epoch.", rich_help_panel=_FILES)
+        int | None, typer.Option(min=1, help="Save so often, besides after every epoch.")
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that are kept.", rich_help_panel=_FILES)] = (
-        DEFAULTS.keep
-    ),
-    log_steps: Annotated[int, typer.Option(min=1, help="Log so often.", rich_help_panel=_FILES)] = DEFAULTS.log_steps,
-    tensorboard: Annotated[bool, typer.Option(rich_help_panel=_FILES)] = True,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints that are kept.")] = (DEFAULTS.keep),
+    log_steps: Annotated[int, typer.Option(min=1, help="Log so often.")] = DEFAULTS.log_steps,
+    tensorboard: Annotated[bool, typer.Option()] = True,
 ) -> None:
     """Train a model on several workers. Ctrl-C and SIGTERM finish the step, save and leave with status 0."""
     if factory is not None and model != DEFAULTS.model:
