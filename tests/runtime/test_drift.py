@@ -1,11 +1,13 @@
 """Steps that change for long, and ranks that begin again together: simulated clocks, stores and collectives."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from mgwfbp import MergePlan
 from mgwfbp.runtime.drift import AHEAD, ASK_EVERY, LASTING, WINDOW, Drift, StepLengths
+from mgwfbp.runtime.tuning import Candidate, Tuning
 
 
 def steps_until_changed(lengths_s: list[float]) -> int | None:
@@ -116,3 +118,12 @@ def test_ranks_that_count_steps_differently_do_not_begin() -> None:
     ranks[2].step(0.1, collectives=0)
     train(ranks, [0.1] * 400 + [0.2] * 1500, random.Random(1))
     assert {rank.began_at for rank in ranks} == {None}
+
+
+def test_tuning_says_why_it_cannot_look_again() -> None:
+    plan = MergePlan("toy", "ddp", (("a",),))
+    tuning = Tuning("settled", "ddp was kept", candidates=(Candidate("ddp", plan, 0.1),))
+    assert "differently" not in str(tuning)
+    problem = "steps have changed, but ranks count their messages differently"
+    assert str(replace(tuning, problem=problem)).endswith(f"; {problem})")
+    assert replace(tuning, problem=problem).to_json()["problem"] == problem

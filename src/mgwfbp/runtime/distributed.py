@@ -177,7 +177,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     @property
     def tuning(self) -> Tuning:
         """What the tuner is doing or has found; printable."""
-        return self._observer.tuning if isinstance(self._observer, Tuner) else self._tuning
+        if isinstance(self._observer, Tuner):
+            return self._observer.tuning
+        return self._tuning if self._drift is None else replace(self._tuning, problem=self._drift.problem)
 
     @contextmanager
     def observe(

@@ -82,6 +82,7 @@ class Tuning:
     exposed_s: float | None = None  # communication that nothing hides, measured, with the chosen plan
     spent_s: float = 0.0  # on everything but training
     retuned: int = 0  # how often it has looked again because steps had changed
+    problem: str = ""  # why it cannot look again, though steps have changed
     trace: ModelTrace | None = field(default=None, compare=False)  # as observed, of the slowest rank
     cost: PiecewiseCost | None = field(default=None, compare=False)  # of a message, as learnt in training
 
@@ -108,6 +109,7 @@ class Tuning:
         if self.after_s is not None and self.before_s is not None:
             times = f"measured {format_seconds(self.after_s)} a step, DDP's own {format_seconds(self.before_s)}; "
         again = f"; looked again {plural(self.retuned, 'time')}" if self.retuned else ""
+        again += f"; {self.problem}" if self.problem else ""
         return (
             f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
             f"{plural(chosen.plan.num_groups, 'message')} a step, DDP's own buckets {self.messages_before}; {times}"
@@ -131,6 +133,7 @@ class Tuning:
             "exposed_s": self.exposed_s,
             "spent_s": self.spent_s,
             "retuned": self.retuned,
+            "problem": self.problem,
             "plan": self.plan.to_json() if self.plan else None,
             "trace": self.trace.to_json() if self.trace else None,
             "cost": self.cost.to_json() if self.cost else None,
