@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mgwfbp.results import BenchResult, StrategyResult
     from mgwfbp.run import TrainingRun
     from mgwfbp.runtime.distributed import DistributedDataParallel
+    from mgwfbp.runtime.explain import explain
     from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
     from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
     from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
@@ -78,6 +79,7 @@ __all__ = [
     "TraceError",
     "TrainError",
     "TrainingRun",
+    "explain",
     "find_plan",
     "fit",
     "load_cost",
@@ -108,6 +110,7 @@ _HOMES = {
     "results": "BenchResult StrategyResult",
     "run": "TrainingRun",
     "runtime.distributed": "DistributedDataParallel",
+    "runtime.explain": "explain",
     "simulate": "Cluster Scenario Simulation simulate_steps",
     "timeline": "Span Timeline lower_bound_s predict predict_naive predict_parameter_server",
     "trace": "LayerTrace ModelTrace load_trace recorded_traces",

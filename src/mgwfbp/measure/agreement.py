@@ -7,6 +7,7 @@ called by all ranks of the group, in the same order.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Literal, TypeVar
@@ -29,6 +30,7 @@ __all__ = [
     "first_line",
     "first_problem",
     "gather",
+    "on_device",
     "problem_of",
     "reduce_values",
     "together",
@@ -41,6 +43,11 @@ Groups = Sequence[Sequence[str]] | None  # of a plan; None where DDP's own bucke
 How = Literal["max", "min", "sum"]
 
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[object]:
+    """Talk to other ranks from the model's GPU, which need not be the current one."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 def reduce_values(values: Sequence[float], how: How, group: Group = None) -> list[float]:

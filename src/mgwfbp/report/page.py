@@ -34,7 +34,7 @@ from mgwfbp.report.words import summarize, summarize_runs, summarize_scaling
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["build_page"]
+__all__ = ["Names", "build_page", "render", "step_json"]
 
 _SCRIPTS = ("planner.js", "draw.js", "timeline.js", "chart.js", "whatif.js", "main.js")
 _SCALING_WORKERS = (2, 4, 8, 16, 32, 64)
@@ -75,7 +75,7 @@ def build_page(
             "there is nothing to show: give a trace and a cost (or a network and --workers), a timeline, a benchmark, "
             "a training run or a simulation"
         )
-    names = _Names()
+    names = Names()
     said = [summarize(case) for case in cases]
     lead: Sequence[str] = next((words for words in [*said, *(group["summary"] for group in groups)] if words), ())
     models = list(dict.fromkeys(case.model for case in cases)) or [name for name, *_ in inputs.descriptions]
@@ -97,7 +97,7 @@ def build_page(
         "backwards": backwards,
         "names": names.listed,
     }
-    return _render(str(content["title"]), content)
+    return render(str(content["title"]), content)
 
 
 def _scaling_rows(inputs: Inputs, cases: Sequence[Case], planners: Mapping[str, Planner]) -> list[ScalingRow]:
@@ -145,7 +145,7 @@ def _distinct(traces: Sequence[tuple[str, ModelTrace]]) -> list[tuple[str, Model
     return list(found.items())
 
 
-class _Names:
+class Names:
     """The names of gradients, each once; places in a row make ranges short."""
 
     def __init__(self) -> None:
@@ -153,6 +153,7 @@ class _Names:
         self._places: dict[str, int] = {}
 
     def place(self, name: str) -> int:
+        """Return the place of a name."""
         if name not in self._places:
             self._places[name] = len(self.listed)
             self.listed.append(name)
@@ -170,11 +171,11 @@ class _Names:
         return found
 
 
-def _case_json(case: Case, names: _Names, backwards: list[dict[str, Any]]) -> dict[str, Any]:
+def _case_json(case: Case, names: Names, backwards: list[dict[str, Any]]) -> dict[str, Any]:
     if case.trace is not None:
         names.ranges([layer.name for layer in case.trace.layers])
     steps = [
-        _step_json(strategy.name, how, timeline, names, backwards)
+        step_json(strategy.name, how, timeline, names, backwards)
         for strategy in case.strategies
         for how, timeline in _both(strategy)
         if timeline is not None
@@ -186,14 +187,13 @@ def _both(strategy: CaseStrategy) -> tuple[tuple[How, Timeline | None], ...]:
     return ("predicted", strategy.predicted), ("measured", strategy.measured)
 
 
-def _measured_json(found: SideBySide, names: _Names, backwards: list[dict[str, Any]]) -> dict[str, Any]:
-    steps = [_step_json(name, "measured", timeline, names, backwards) for name, timeline in found.steps]
+def _measured_json(found: SideBySide, names: Names, backwards: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [step_json(name, "measured", timeline, names, backwards) for name, timeline in found.steps]
     return {"title": found.title, "steps": steps, "note": found.note}
 
 
-def _step_json(
-    name: str, how: How, timeline: Timeline, names: _Names, backwards: list[dict[str, Any]]
-) -> dict[str, Any]:
+def step_json(name: str, how: How, timeline: Timeline, names: Names, backwards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a step as the page's script reads it; its backward pass is added to ``backwards`` if it is a new one."""
     backward = _spans_json(timeline.backward, names)
     if backward not in backwards:  # the steps that planners give have it in common
         backwards.append(backward)
@@ -211,7 +211,7 @@ def _step_json(
     }
 
 
-def _spans_json(spans: Sequence[Span], names: _Names) -> dict[str, Any]:
+def _spans_json(spans: Sequence[Span], names: Names) -> dict[str, Any]:
     return {
         "start": [_short(span.start_s) for span in spans],
         "end": [_short(span.end_s) for span in spans],
@@ -225,11 +225,12 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _what_if_json(found: WhatIf, names: _Names) -> dict[str, Any]:
+def _what_if_json(found: WhatIf, names: Names) -> dict[str, Any]:
     return {**found.to_json(), "names": [names.place(layer.name) for layer in found.trace.layers]}
 
 
-def _render(title: str, content: Mapping[str, Any]) -> str:
+def render(title: str, content: Mapping[str, Any]) -> str:
+    """Return the text of the page; ``content`` is what its script reads."""
     folder = resources.files("mgwfbp.report") / "page"
     parts = [(folder / name).read_text(encoding="utf-8") for name in _SCRIPTS]
     script = '"use strict";\n(() => {\n' + "\n".join(parts) + "\n})();\n"

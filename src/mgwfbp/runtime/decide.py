@@ -33,7 +33,7 @@ from mgwfbp.runtime.tuning import Candidate, Comparison
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["Limits", "Note", "Seen", "Turn", "Verdict", "compare", "decide"]
+__all__ = ["BUCKET_MIB", "Known", "Limits", "Note", "Seen", "Turn", "Verdict", "compare", "decide"]
 
 Note = Literal["settle", "plain", "gradients", "messages"]
 
@@ -100,8 +100,8 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Known:
-    """What has been learnt so far."""
+class Known:
+    """What has been learnt so far; `trace` and `cost` are what it says of the model and of the network."""
 
     gradients: Gradients
     workers: int
@@ -109,6 +109,7 @@ class _Known:
     messages_s: dict[int, list[float]] = field(default_factory=dict)
 
     def learn(self, plan: MergePlan, seen: Seen) -> None:
+        """Take over what came of a turn with this plan."""
         if seen.messages is not None:
             sizes = self.gradients.sizes_of(plan)
             for taken_s in seen.messages.message_s:
@@ -121,6 +122,7 @@ class _Known:
 
     @property
     def cost(self) -> PiecewiseCost:
+        """What a message costs beside a backward pass, from all messages so far."""
         return learn_cost(self.messages_s, self.workers)
 
 
@@ -140,7 +142,7 @@ def decide(
         allowed: turns a planner's plan into one that the Reducer can hold (one dtype and device a message).
         limits: how much may be spent.
     """
-    known = _Known(gradients, workers)
+    known = Known(gradients, workers)
     known.learn(default, (yield Turn(default, OBSERVE, "observing torch's own buckets")))
     assert known.trace is not None  # noqa: S101 - gradients were noted
     tried = {default.groups: ("ddp", default)}
@@ -174,7 +176,7 @@ def _buckets(trace: ModelTrace, cost: PiecewiseCost, mib: float) -> MergePlan:
 
 def _candidates(
     tried: Mapping[tuple[tuple[str, ...], ...], tuple[str, MergePlan]],
-    known: _Known,
+    known: Known,
     allowed: Callable[[MergePlan], MergePlan],
 ) -> list[Candidate]:
     """Return what shall be compared: each partition once, torch's own buckets first."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError
-from mgwfbp.measure.agreement import agree_on_plan
+from mgwfbp.measure.agreement import agree_on_plan, on_device
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.compile_private import follow_plans, warn_of_old_cuts
@@ -45,12 +45,12 @@ from mgwfbp.runtime.tuner import Tuner
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["IN_JOIN", "DistributedDataParallel"]
 
 PlanLike = MergePlan | str | os.PathLike[str]
 
 _NUMBERS = count()
-_IN_JOIN = "the model is trained inside join(), where ranks that ran out of data do not answer"
+IN_JOIN = "the model is trained inside join(), where ranks that ran out of data do not answer"
 _TO_BEGIN = Tuning("working", "not begun")  # of a model that is being made and shall tune itself
 
 
@@ -89,6 +89,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     _handle: ReducerHandle | None = None
     _observer: Observer | Tuner | None = None
     _drift: Drift | None = None
+    _explaining: Any = None  # what `mgwfbp.explain` returned, until it has ended
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 raise PlanError(f"plan= and {clash[0]}= are both given, and each says how large buckets are")
             return None if requested is None else _prepare(requested, Parameters(self))
 
-        with self._on_device():
+        with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning == _TO_BEGIN)
 
     def _build_params_for_reducer(self) -> Any:
@@ -276,7 +277,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 )
             return None if plan is None else _prepare(plan, handle)
 
-        with self._on_device():
+        with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             agreed = agree_on_plan(prepare, self.process_group)
         self._stop_tuning("a plan was set by hand")
         self._handle = handle
@@ -334,6 +335,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._retune_steps -= tuning.steps if tuning.retuned else 0
         if tuning.state == "settled" and self._retune_steps > 0:
             self._watch_drift(tuning)
+        self._begin_explaining()
+
+    def _begin_explaining(self) -> None:
+        """Let `explain` begin, which waits for the tuner; on all ranks after the same reduction."""
+        if self._explaining is not None:
+            self._explaining.begin()
 
     def _watch_drift(self, tuning: Tuning) -> None:
         group = self.process_group
@@ -351,13 +358,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if isinstance(self._observer, Tuner):
             tuning = self._observer.stop(reason, restore=restore)
             self._observer, self._tuning = None, tuning
+            self._begin_explaining()
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer."""
+        if self._explaining is not None:
+            self._explaining.stop(IN_JOIN)
         if self._handle is not None:
             self._handle.settle()
             self._handle.was_joined = True
-            self._stop_tuning(_IN_JOIN, restore=True)
+            self._stop_tuning(IN_JOIN, restore=True)
         return super().join_hook(**kwargs)
 
     @contextmanager
@@ -369,7 +379,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._handle is not None:
             # Torch leaves it set, and would go on asking ranks that are no longer there.
             self._join_config = before
-            if self._tuning.reason == _IN_JOIN:
+            if self._tuning.reason == IN_JOIN:
                 self._start_tuner()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -403,7 +413,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         )
         if isinstance(self._observer, Tuner):
             state["_tuning"] = _TO_BEGIN
-        for name in ("_handle", "_observer", "_drift", "_strides"):
+        for name in ("_handle", "_observer", "_drift", "_strides", "_explaining"):
             state.pop(name, None)
         return state
 
@@ -420,11 +430,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "since the plan was made"
             )
         self._begin(plan_was_given=self._plan is not None)
-
-    def _on_device(self) -> Any:
-        """Talk to other ranks from the model's GPU, which need not be the current one."""
-        cuda = self.device is not None and self.device.type == "cuda"
-        return torch.cuda.device(self.device) if cuda else torch.profiler.record_function("mgwfbp: plan")
 
 
 def _prepare(plan: PlanLike, parameters: Parameters) -> MergePlan:

@@ -168,10 +168,13 @@ class Observer:
             self._current.gradients[place] = self._clock.now()
 
     def _message_is_asked_for(self, message: Tensor) -> Callable[[Any], None] | None:
-        self._has_sent = True
         if not self._is_in_backward:
+            try:
+                when_backward_has_ended(weakly(self._backward_ends), weakly(self._backward_has_ended))
+            except RuntimeError:  # in no backward pass: join() sends for a rank that ran out of data
+                return None
             self._is_in_backward = True
-            when_backward_has_ended(weakly(self._backward_ends), weakly(self._backward_has_ended))
+        self._has_sent = True
         step = self._current
         # Which parameters were used is said in whole numbers, and is no message of gradients.
         if step is None or not self._notes_messages or not message.is_floating_point():

@@ -203,12 +203,16 @@ class _Script(_StockGroup):  # type: ignore[misc]
 
 
 class _ObservedGroup(_StockGroup):  # type: ignore[misc]
-    """The process group of a Reducer, whose all-reduces are observed."""
+    """The process group of a Reducer, whose all-reduces are observed.
+
+    A compiled model calls it from the Reducer; torch would try to compile what it does, and fail.
+    """
 
     def __init__(self, group: Any, on_message: OnMessage) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._on_message = group, on_message
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send, and tell."""
         follow = self._on_message(tensors[0])
@@ -217,6 +221,7 @@ class _ObservedGroup(_StockGroup):  # type: ignore[misc]
             follow(work.get_future())
         return work
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def broadcast(self, *arguments: Any) -> Any:
         """Send: it is no message of a step."""
         return self._group.broadcast(*arguments)

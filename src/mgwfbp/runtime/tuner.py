@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mgwfbp.cost import PiecewiseCost, cost_from_json
 from mgwfbp.errors import MgwfbpError
-from mgwfbp.measure.agreement import broadcast_text, first_problem, problem_of
+from mgwfbp.measure.agreement import broadcast_text, first_problem, on_device, problem_of
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.decide import Limits, Note, Seen, Turn, Verdict, decide
@@ -120,7 +120,7 @@ class Tuner:
         self._silent_forwards = 0
         ended: Tuning | None = None
         try:
-            with torch.profiler.record_function("mgwfbp: tuning"), _on_device(self.device):
+            with torch.profiler.record_function("mgwfbp: tuning"), on_device(self.device):
                 next(self._script)
         except StopIteration as end:
             self.observer.stop()
@@ -149,11 +149,6 @@ class Tuner:
             trace=verdict.trace,
             cost=verdict.cost,
         )
-
-
-def _on_device(device: torch.device) -> Any:
-    """Talk to other ranks from the model's GPU, which need not be the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else torch.profiler.record_function("mgwfbp")
 
 
 @dataclass(frozen=True, slots=True)
