@@ -6,8 +6,9 @@
     mgwfbp lab --hosts 2 --rate 1gbit -- python benchmarks/drift.py mobilenet.json --quiet-steps 2000 -o quiet.json
 
 Models are stand-ins for MobileNet-v2 with a quarter of its gradients that wait for 125 ms where it would compute
-(`Replay`); messages are real. In the first run two of them tune themselves and then train in turns, step by step, over
-the same links; one has ``retune_steps=0``. In the second, one goes on for so many steps after it has settled.
+(`Replay`); messages are real. In the first run one tunes itself; once it has settled another that keeps the plan
+it found trains beside it, step by step in turns, over the same links. In the second, one goes on for so many steps
+after it has settled.
 """
 
 import argparse
@@ -43,8 +44,6 @@ def main() -> None:
     smaller = tuple(replace(layer, grad_bytes=int(SHARE * layer.grad_bytes)) for layer in trace.layers)
     trace = replayable(replace(trace, layers=smaller))
     models = {"looks again": DistributedDataParallel(Replay(trace))}
-    if not options.quiet_steps:
-        models["does not"] = DistributedDataParallel(Replay(trace), retune_steps=0)
     start = torch.zeros(1, requires_grad=True)
     steps: list[dict[str, Any]] = []
     quiet = 0
@@ -57,6 +56,8 @@ def main() -> None:
             row[name] = time.perf_counter() - begun_s
             row[f"{name}: tuning"] = f"{model.tuning.state} {model.tuning.retuned}"
         steps.append(row)
+        if not options.quiet_steps and len(models) == 1 and models["looks again"].tuning.state == "settled":
+            models["does not"] = DistributedDataParallel(Replay(trace), plan=models["looks again"].plan)
         quiet += models["looks again"].tuning.state == "settled"
         # Rank 0's clock decides for both.
         is_over = torch.tensor(
@@ -69,7 +70,7 @@ def main() -> None:
         found = {"steps": steps, "tuning": {name: repr(model.tuning) for name, model in models.items()}}
         options.output.write_text(json.dumps(found), encoding="utf-8")
         print(json.dumps(found["tuning"], indent=1))
-        for line in describe(steps, list(models)):
+        for line in describe([row for row in steps if len(row) == 1 + 2 * len(models)], list(models)):
             print(line)
     dist.destroy_process_group()
 

@@ -31,6 +31,7 @@ WIDTH, LAYERS = 2048, 24
 BATCH = 8
 TUNE_STEPS = 60  # a limit for our class: all plans have been run by then
 STOCK_STEPS = 60
+LARGE_MIB = 100  # of torch's buckets in the rows "large": messages as large as in some plans that our class tries
 
 
 def main() -> None:
@@ -41,7 +42,9 @@ def main() -> None:
     if options.cell:
         run_rank(options.device, *options.cell.split(","))
         return
-    rows = [run_cell(options.device, which, views) for views in ("copies", "views") for which in ("stock", "ours")]
+    rows = [
+        run_cell(options.device, which, views) for views in ("copies", "views") for which in ("stock", "large", "ours")
+    ]
     print(json.dumps({"device": options.device, "torch": torch.__version__, "rows": rows}, indent=1))
 
 
@@ -72,7 +75,8 @@ def run_rank(kind: str, which: str, views: str, output: str) -> None:
     sample = torch.randn(BATCH, WIDTH, device=device)
     gradient_bytes = sum(parameter.nbytes for parameter in net.parameters())
     arguments: dict[str, Any] = {"tune_steps": TUNE_STEPS} if which == "ours" else {}
-    wrap = StockDdp if which == "stock" else DistributedDataParallel
+    arguments |= {"bucket_cap_mb": LARGE_MIB} if which == "large" else {}
+    wrap = DistributedDataParallel if which == "ours" else StockDdp
     train(wrap(nn.Linear(WIDTH, 8).to(device), **arguments), sample)  # loads code that is loaded when needed
     before = start_peak(device)
     model = wrap(net, gradient_as_bucket_view=views == "views", **arguments)
