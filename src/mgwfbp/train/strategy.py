@@ -29,6 +29,8 @@ __all__ = ["Wrapped", "check_strategy", "needs_measuring", "wrap"]
 
 # Strategies whose planners need a trace and a cost.
 _PLANNED = ("mgwfbp", "optimal")
+# Plans are compared in so many steps at most, or in one of so many of the run.
+_TUNE_STEPS, _TUNE_SHARE = 800, 4
 # How long the network may be measured when a run begins.
 _SWEEP_BUDGET_S = 3.0
 _SWEEP_ROUNDS = 10
@@ -86,13 +88,15 @@ def wrap(
     first_batch: Callable[[], tuple[Tensor, Tensor]],
     *,
     group: dist.ProcessGroup,
+    num_steps: int,
     plan_before: str | None,
     is_tuned: bool,
 ) -> Wrapped:
     """Wrap a model on its device by the strategy of a run; gradients travel in ``group``. All ranks must call it.
 
     A run that goes on keeps the plan that it had (``plan_before``, JSON): measuring anew might give another, and with
-    more than two ranks another order of sums. One whose tuner had settled (``is_tuned``) is not tuned again.
+    more than two ranks another order of sums. One whose tuner had settled (``is_tuned``) is not tuned again. A tuner
+    compares plans in a quarter of the run's ``num_steps`` at most.
     """
     on_gpu = next(module.parameters()).device.type == "cuda"
     arguments: dict[str, Any] = {"process_group": group}
@@ -103,6 +107,8 @@ def wrap(
         return Wrapped(parallel(module, plan, **arguments), None, None)
     if is_tuned:  # and torch's own buckets were the fastest
         return Wrapped(parallel(module, "ddp", **arguments), None, None)
+    if config.strategy == "auto":
+        arguments["tune_steps"] = min(_TUNE_STEPS, num_steps // _TUNE_SHARE)
     trace = load_trace(config.trace) if config.trace is not None else None
     cost = load_cost(config.cost) if config.cost is not None else None
     if config.strategy in _PLANNED:

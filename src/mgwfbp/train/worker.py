@@ -113,6 +113,7 @@ def run_worker(
         config,
         lambda: _first_batch(data, config, rank, device),
         group=gradients,
+        num_steps=config.epochs * config.steps_per_epoch(len(data.train)),
         plan_before=checkpoint.plan if checkpoint and keeps_plan else None,
         is_tuned=is_tuned,
     )
