@@ -192,6 +192,17 @@ def test_a_jump_near_the_largest_size_is_kept() -> None:
     assert found.cost(2**19) == pytest.approx(samples[-2][1], rel=0.02)
 
 
+@pytest.mark.parametrize("jumps_at", [8 * 4096, 2**19, 2**20 - 8 * 4096])
+def test_a_jump_between_two_of_hundreds_of_sizes_is_kept_where_it_is(jumps_at: int) -> None:
+    # Sweeps in steps of 4 kB have more sizes than knots are looked for among.
+    samples = [
+        (size, 6e-5 + 1e-9 * size if size < jumps_at else 9e-4 + 1.3e-9 * size) for size in range(4096, 2**20 + 1, 4096)
+    ]
+    cost = fit(samples, 8, kind="piecewise").cost
+    for size, seconds in samples:
+        assert cost(size) == pytest.approx(seconds, rel=0.01)
+
+
 def test_of_another_cost_only_its_least_is_known() -> None:
     assert cheapest_s(TableCost((2.0, 3.0, 3.0)), 2) == 2.0
 

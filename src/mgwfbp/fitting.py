@@ -28,8 +28,9 @@ SEGMENT_IS_WORTH = 0.005
 MAX_SEGMENTS = 12
 # No clock measures less; relative errors of next to nothing mean nothing.
 SHORTEST_S = 1e-12
-# Knots are looked for among at most so many sizes; errors are taken over all of them.
-MAX_KNOTS = 96
+# Knots are looked for among at most so many sizes, evenly picked, and on both sides of so many of the largest jumps,
+# where a library changes its protocol; errors are taken over all sizes.
+MAX_KNOTS, MAX_JUMPS = 80, 8
 # So many sizes, evenly picked, are enough to see any curve; and so many of the largest to see where it ends.
 MAX_SIZES, NEAR_LARGEST = 1000, 100
 # The largest size is taken for a mistake where it is off the line through its neighbours by more than this part, and by
@@ -142,7 +143,7 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     all_sizes, all_times, sizes, times = sizes, times, sizes[kept], times[kept]
     largest_s, slope = _end_of(sizes, times)
     level = never_falling(np.append(times[:-1], largest_s))
-    knots = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_KNOTS)).round().astype(int))
+    knots = _knots(level)
     error = np.full((len(knots), len(knots)), np.inf)  # of the segment from one knot to another, first end included
     for row, first in enumerate(knots):
         for column, last in enumerate(knots[row + 1 :], row + 1):
@@ -165,6 +166,13 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     largest, level_s = points[-1]
     points.append((BEYOND * largest, level_s + slope * (BEYOND - 1) * largest))
     return _judge(PiecewiseCost(workers, tuple(points), source), all_sizes, all_times)
+
+
+def _knots(level: _Floats) -> NDArray[np.intp]:
+    """Return which sizes a segment may begin or end at, first and last included."""
+    even = np.linspace(0, len(level) - 1, min(len(level), MAX_KNOTS)).round().astype(np.intp)
+    jumps = np.argsort(-np.diff(np.log(level)), kind="stable")[:MAX_JUMPS]
+    return np.unique(np.concatenate([even, jumps, jumps + 1]))
 
 
 def _end_of(sizes: _Floats, times: _Floats) -> tuple[float, float]:
