@@ -164,6 +164,15 @@ def test_times_that_do_not_grow_are_remarked_on(folder: Path) -> None:
     assert "larger messages would be free" in run(folder, "cost", "--points", "sweep.txt", "--workers", "4").stderr
 
 
+def test_sizes_that_are_slower_than_larger_ones_are_said_to_be_planned_as_padded(folder: Path) -> None:
+    rows = [(4096, 1e-4), (16384, 2.8e-3), (32768, 3.2e-3), (65536, 1.6e-4), (131072, 2e-4), (10**7, 1e-2)]
+    (folder / "sweep.txt").write_text("".join(f"{size} {time}\n" for size, time in rows))
+    done = run(folder, "cost", "--points", "sweep.txt", "--workers", "144", "-o", "c.json")
+    assert "larger messages are faster than those of 2 sizes from 16.4 kB to 32.8 kB" in done.stderr
+    assert "planned as if padded" in done.stderr
+    assert json.loads((folder / "c.json").read_text())["source"]["padded"] == [[16384, 2.8e-3], [32768, 3.2e-3]]
+
+
 def test_plan_goes_to_stdout_without_a_file(folder: Path) -> None:
     done = run(folder, "plan", "--trace", "trace.json", "--cost", "cost.json", "--planner", "wfbp")
     assert MergePlan.from_json(json.loads(done.stdout)).group_sizes == (1,) * 6

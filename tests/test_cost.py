@@ -192,6 +192,53 @@ def test_a_jump_near_the_largest_size_is_kept() -> None:
     assert found.cost(2**19) == pytest.approx(samples[-2][1], rel=0.02)
 
 
+@pytest.mark.parametrize("jumps_at", [8 * 4096, 2**19, 2**20 - 8 * 4096])
+def test_a_jump_between_two_of_hundreds_of_sizes_is_kept_where_it_is(jumps_at: int) -> None:
+    # Sweeps in steps of 4 kB have more sizes than knots are looked for among.
+    samples = [
+        (size, 6e-5 + 1e-9 * size if size < jumps_at else 9e-4 + 1.3e-9 * size) for size in range(4096, 2**20 + 1, 4096)
+    ]
+    cost = fit(samples, 8, kind="piecewise").cost
+    for size, seconds in samples:
+        assert cost(size) == pytest.approx(seconds, rel=0.01)
+
+
+def falling(size: int) -> float:
+    """A library that is slow up to 32 kB: as measured on 144 ranks, 3.2 ms where 64 kB take 0.16 ms."""
+    return 3.2e-3 if 2**12 < size <= 2**15 else 1e-4 + 1e-9 * size
+
+
+def test_where_times_fall_a_message_costs_what_it_would_padded_to_a_larger_size() -> None:
+    found = fit([(size, falling(size)) for size in SIZES], 144, kind="piecewise")
+    for size in SIZES:
+        padded = min(falling(other) for other in SIZES if other >= size)
+        assert found.cost(size) == pytest.approx(padded, rel=0.01)
+    assert [size for size, _ in found.cost.source["padded"]] == [size for size in SIZES if 2**12 < size <= 2**15]
+    assert found.mean_error < 0.01
+
+
+def test_sizes_that_are_slow_do_not_outvote_the_fewer_larger_ones_that_are_faster() -> None:
+    samples = [*((size, 1.0) for size in SIZES[4:12]), (SIZES[12], 0.6), (SIZES[13], 0.62), (SIZES[14], 1.3)]
+    cost = fit(samples, 4, kind="piecewise").cost
+    assert cost(SIZES[4]) == pytest.approx(0.62, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_averaged_and_not_taken_for_a_fall(seed: int) -> None:
+    rng = random.Random(seed)
+    for sizes in (SIZES, list(range(4096, 2**20 + 1, 4096))):
+        samples = [(size, (1e-4 + 1e-9 * size) * rng.uniform(0.9, 1.1)) for size in sizes]
+        found = fit(samples, 4, kind="piecewise")
+        assert "padded" not in found.cost.source
+        assert found.cost(sizes[0]) == pytest.approx(1e-4 + 1e-9 * sizes[0], rel=0.11)
+
+
+def test_one_size_that_was_measured_too_fast_makes_no_smaller_one_cheaper() -> None:
+    samples = [(size, 1e-4 + 1e-9 * size) for size in SIZES]
+    samples[12] = (SIZES[12], samples[12][1] / 5)
+    assert "padded" not in fit(samples, 4, kind="piecewise").cost.source
+
+
 def test_of_another_cost_only_its_least_is_known() -> None:
     assert cheapest_s(TableCost((2.0, 3.0, 3.0)), 2) == 2.0
 

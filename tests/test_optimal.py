@@ -1,7 +1,9 @@
 """The exact planner against exhaustive search and against itself."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -74,6 +76,74 @@ def test_optimal_equals_exhaustive_search_in_time_in_slack_and_in_number_of_mess
 @settings(max_examples=200)
 def test_optimal_equals_exhaustive_search_on_measured_curves(trace: ModelTrace, cost: PiecewiseCost) -> None:
     check_against_all_partitions(trace, cost)
+
+
+def set_partitions(things: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to put things into groups, neighbours or not."""
+    if not things:
+        yield []
+        return
+    first, *others = things
+    for groups in set_partitions(others):
+        yield [[first], *groups]
+        for index, group in enumerate(groups):
+            yield [*groups[:index], [first, *group], *groups[index + 1 :]]
+
+
+def shortest_of_any_groups(trace: ModelTrace, cost: Cost) -> float:
+    """Try all groups of whole gradients, sent in all orders."""
+
+    def end(messages: tuple[list[int], ...]) -> float:
+        now = 0.0
+        for message in messages:
+            ready_s = trace.ready_s[max(message)]
+            now = max(now, ready_s) + cost(sum(trace.layers[index].grad_bytes for index in message))
+        return now
+
+    groups = set_partitions(list(range(len(trace.layers))))
+    return min(end(order) for some in groups for order in permutations(some))
+
+
+def optimal_end(trace: ModelTrace, cost: Cost) -> float:
+    return end_by_hand(trace, cost, plan_optimal(trace, cost).group_sizes)
+
+
+@given(traces(max_layers=6), linear_costs)
+@settings(max_examples=60, deadline=None)
+def test_on_a_straight_line_no_groups_of_whole_gradients_in_any_order_end_earlier(
+    trace: ModelTrace, cost: LinearCost
+) -> None:
+    assert optimal_end(trace, cost) == shortest_of_any_groups(trace, cost)
+
+
+@given(traces(), linear_costs, st.data())
+def test_on_a_straight_line_cutting_a_gradient_gains_nothing(
+    trace: ModelTrace, cost: LinearCost, data: st.DataObject
+) -> None:
+    index = data.draw(st.integers(0, len(trace.layers) - 1))
+    layer = trace.layers[index]
+    first_bytes = data.draw(st.integers(0, layer.grad_bytes))
+    pieces = (
+        replace(layer, grad_bytes=first_bytes),
+        LayerTrace("rest", 0.0, layer.grad_bytes - first_bytes),
+    )
+    cut = replace(trace, layers=(*trace.layers[:index], *pieces, *trace.layers[index + 1 :]))
+    assert optimal_end(cut, cost) == optimal_end(trace, cost)
+
+
+# 1 s up to 5 bytes, 3 s from 6: a switch of protocol.
+JUMP = PiecewiseCost(2, ((5, 1.0), (6, 3.0), (100, 3.0)))
+
+
+def test_on_a_curve_gradients_that_are_no_neighbours_may_do_better_together() -> None:
+    trace = make_trace([1.0, 1.0, 2.0], [3, 5, 2])
+    assert optimal_end(trace, JUMP) == 4.0
+    assert shortest_of_any_groups(trace, JUMP) == 3.0  # the second alone, then the first and the third
+
+
+def test_on_a_curve_a_gradient_cut_in_two_may_do_better() -> None:
+    assert optimal_end(make_trace([0.0], [10]), JUMP) == 3.0
+    assert optimal_end(make_trace([0.0, 0.0], [5, 5]), JUMP) == 2.0
 
 
 def test_a_network_that_is_slower_than_thought_does_not_make_it_worse_than_fixed_buckets() -> None:

@@ -28,20 +28,23 @@ SEGMENT_IS_WORTH = 0.005
 MAX_SEGMENTS = 12
 # No clock measures less; relative errors of next to nothing mean nothing.
 SHORTEST_S = 1e-12
-# Knots are looked for among at most so many sizes; errors are taken over all of them.
-MAX_KNOTS = 96
+# Knots are looked for among at most so many sizes, evenly picked, and on both sides of so many of the largest jumps,
+# where a library changes its protocol; errors are taken over all sizes.
+MAX_KNOTS, MAX_JUMPS = 80, 8
 # So many sizes, evenly picked, are enough to see any curve; and so many of the largest to see where it ends.
 MAX_SIZES, NEAR_LARGEST = 1000, 100
 # The largest size is taken for a mistake where it is off the line through its neighbours by more than this part, and by
 # more than so many times what any of them is off: a curve that bends is off its own chords too.
 MISTAKE, TIMES_OTHERS = 0.25, 4.0
+# Where larger messages take less by more than this part, that is no noise.
+FALL = 0.25
 # The curve goes on, at the slope of its large sizes, to a point at so many times the largest.
 BEYOND = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A cost and how well it fits; errors are relative, over the median of each size."""
+    """A cost and how well it fits; errors are relative, over the median of each size, padded where that is faster."""
 
     cost: LinearCost | PiecewiseCost
     mean_error: float
@@ -58,6 +61,10 @@ def fit(
     twelve segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less,
     or if no curve is nearer.
 
+    Where times fall as messages grow, that is noise, and averaged, unless they fall by more than a quarter. Then a
+    message had better be padded to a larger size, so (but for ``linear``) it has the least time of larger sizes, and
+    ``source["padded"]`` lists what was measured of such sizes.
+
     >>> found = fit([(1000, 0.0012), (2000, 0.0014), (4000, 0.0018)], workers=4)
     >>> found.cost
     LinearCost(4 workers: 1 ms + 200 ns/B)
@@ -65,12 +72,19 @@ def fit(
     if kind not in get_args(FitKind):
         raise CostError(f"kind is {quote(kind)}, expected 'auto', 'linear' or 'piecewise'")
     sizes, times = _medians(samples)
+    source = dict(source or {})
+    if kind == "linear":
+        return _fit_linear(sizes, times, workers, source)
+    padded = _padded(sizes, times)
+    if np.any(padded < times):
+        rows = zip(sizes.tolist(), times.tolist(), padded.tolist(), strict=True)
+        source["padded"] = [(int(size), time) for size, time, least in rows if least < time]
     if kind == "piecewise":
-        return _fit_piecewise(sizes, times, workers, source or {})
-    line = _fit_linear(sizes, times, workers, source or {})
-    if kind == "linear" or line.mean_error <= LINE_IS_GOOD_ENOUGH:
+        return _fit_piecewise(sizes, padded, workers, source)
+    line = _fit_linear(sizes, padded, workers, source)
+    if line.mean_error <= LINE_IS_GOOD_ENOUGH:
         return line
-    curve = _fit_piecewise(sizes, times, workers, source or {})
+    curve = _fit_piecewise(sizes, padded, workers, source)
     return min(curve, line, key=lambda found: found.mean_error)
 
 
@@ -88,6 +102,37 @@ def _medians(samples: Sequence[Sample]) -> tuple[_Floats, _Floats]:
         raise CostError(f"samples of {plural(len(rows), 'size')}, a cost needs those of 2 or more")
     sizes, times = np.array(rows).T
     return sizes, times
+
+
+def _padded(sizes: _Floats, times: _Floats) -> _Floats:
+    """Give sizes that larger ones undercut by more than `FALL` the least time of the larger ones.
+
+    Single sizes may be off, so neighbours have to agree. That larger messages are so fast, the upper median of sizes
+    from one to its double says; that this one is slow, also the upper median of sizes from its half on. The least is
+    that of lower medians: of two sizes the faster one, of many the middle.
+
+    >>> _padded(2.0 ** np.arange(6), np.array([1.0, 9.0, 8.0, 2.0, 1.9, 2.1])).tolist()
+    [1.0, 1.9, 1.9, 2.0, 1.9, 2.1]
+    """
+    index = np.arange(len(sizes))
+    half = np.maximum(0, np.minimum(np.searchsorted(sizes, sizes / 2), index - 1))
+    double = np.minimum(len(sizes) - 1, np.maximum(np.searchsorted(sizes, 2 * sizes, side="right") - 1, index + 1))
+    lower, upper = _medians_between(times, index, double)
+    lower[-1] = upper[-1] = np.inf  # the largest has no neighbour that agrees
+    _, own = _medians_between(times, half, index)
+    falls = _least_after(upper) < (1 - FALL) * np.minimum(times, own)
+    return np.where(falls, _least_after(lower), times)
+
+
+def _least_after(times: _Floats) -> _Floats:
+    return np.append(np.minimum.accumulate(times[::-1])[::-1][1:], np.inf)
+
+
+def _medians_between(times: _Floats, first: NDArray[np.intp], last: NDArray[np.intp]) -> tuple[_Floats, _Floats]:
+    """Return lower and upper medians from the first to the last of each row, of 16 that are evenly picked."""
+    picked = np.rint(first[:, np.newaxis] + (last - first)[:, np.newaxis] * np.linspace(0, 1, 16)).astype(np.intp)
+    ordered = np.sort(times[picked], axis=1)
+    return ordered[:, 7], ordered[:, 8]
 
 
 def _fit_linear(sizes: _Floats, times: _Floats, workers: int, source: Mapping[str, Any]) -> Fit:
@@ -142,7 +187,7 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     all_sizes, all_times, sizes, times = sizes, times, sizes[kept], times[kept]
     largest_s, slope = _end_of(sizes, times)
     level = never_falling(np.append(times[:-1], largest_s))
-    knots = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), MAX_KNOTS)).round().astype(int))
+    knots = _knots(level)
     error = np.full((len(knots), len(knots)), np.inf)  # of the segment from one knot to another, first end included
     for row, first in enumerate(knots):
         for column, last in enumerate(knots[row + 1 :], row + 1):
@@ -165,6 +210,13 @@ def _fit_piecewise(sizes: _Floats, times: _Floats, workers: int, source: Mapping
     largest, level_s = points[-1]
     points.append((BEYOND * largest, level_s + slope * (BEYOND - 1) * largest))
     return _judge(PiecewiseCost(workers, tuple(points), source), all_sizes, all_times)
+
+
+def _knots(level: _Floats) -> NDArray[np.intp]:
+    """Return which sizes a segment may begin or end at, first and last included."""
+    even = np.linspace(0, len(level) - 1, min(len(level), MAX_KNOTS)).round().astype(np.intp)
+    jumps = np.argsort(-np.diff(np.log(level)), kind="stable")[:MAX_JUMPS]
+    return np.unique(np.concatenate([even, jumps, jumps + 1]))
 
 
 def _end_of(sizes: _Floats, times: _Floats) -> tuple[float, float]:

@@ -195,14 +195,14 @@ def test_the_paper_s_evaluation_is_one_command(
     document = tmp_path / "paper.md"
     assert run(["paper", *traces, "-o", str(document)]) == 0
     text = document.read_text()
-    for words in ("Fig. 5", "Figs. 6 and 7", "Fig. 8", "Fig. 9", "Why ours differ", "Past the paper", "4096"):
+    for words in ("Fig. 5", "Figs. 6 and 7", "Fig. 8", "Fig. 9", "Where ours differ", "Past the paper", "4096"):
         assert words in text
     for gain in ("1.20 (measured)", "1.36 (measured)", *(f"{g} (simulated)" for g in ("1.78", "1.35", "1.75", "1.45"))):
         assert gain in text
     assert "a K80, perhaps" in text
     capsys.readouterr()
     assert run(["paper", *traces]) == 0
-    assert "Why ours differ" in capsys.readouterr().out
+    assert "Where ours differ" in capsys.readouterr().out
 
 
 def test_the_paper_s_numbers_as_json_agree_with_simulate(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import Output
-from mgwfbp.cli.output import check_not_input, talk, write_record
+from mgwfbp.cli.output import check_not_input, talk, talk_of_padding, write_record
 from mgwfbp.cost import LinearCost
 from mgwfbp.files import naming
 from mgwfbp.fitting import LINE_IS_GOOD_ENOUGH, FitKind, fit
@@ -55,6 +55,7 @@ def cost(
     talk(
         f"{found.cost!r}: mean error {found.mean_error:.1%}, worst {found.worst_error:.1%} over {found.num_sizes} sizes"
     )
+    talk_of_padding(found.cost)
     if found.mean_error > LINE_IS_GOOD_ENOUGH:
         better = (
             "a curve may follow them: --kind piecewise"

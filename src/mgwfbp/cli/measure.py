@@ -8,7 +8,7 @@ import typer
 
 from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.options import Output
-from mgwfbp.cli.output import check_not_input, talk, write_record
+from mgwfbp.cli.output import check_not_input, talk, talk_of_padding, write_record
 from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import network_name, process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
@@ -141,6 +141,7 @@ def allreduce(
         write_record(replace(cost, source={**cost.source, "network": network}), output)
         quality = cost.source["fit"]
         talk(f"{cost!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
+        talk_of_padding(cost)
 
 
 @measure.command()

@@ -16,18 +16,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import FileError
 from mgwfbp.files import show_path
 from mgwfbp.record import Record
-from mgwfbp.units import printable
+from mgwfbp.units import format_bytes, plural, printable
 
-__all__ = ["check_not_input", "check_writable", "print_line", "print_table", "talk", "write_record"]
+__all__ = ["check_not_input", "check_writable", "print_line", "print_table", "talk", "talk_of_padding", "write_record"]
 
 
 def talk(message: str) -> None:
     """Say a line that is not the result; nobody need be there to hear it."""
     with suppress(OSError):
         typer.echo(printable(message), err=True)
+
+
+def talk_of_padding(cost: LinearCost | PiecewiseCost) -> None:
+    """Say which sizes of a sweep are planned with the time of larger ones, if any are."""
+    sizes = [size for size, _ in cost.source.get("padded", ())]
+    if sizes:
+        where = f"{plural(len(sizes), 'size')} from {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
+        talk(f"larger messages are faster than those of {where}, which are planned as if padded (DDP does not pad)")
 
 
 def print_line(text: str) -> None:

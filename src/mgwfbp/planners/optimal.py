@@ -1,4 +1,4 @@
-"""The exact planner: the shortest step any partition can give, with room for error, in the fewest messages.
+"""The exact planner: the shortest step that messages of neighbours can give, with room for error, the fewest of them.
 
 [Note: the programme]
 Let gradient j = 1..L be ready at r_j, let P_j be the bytes of the first j gradients, T the cost of a message, and F(j)
@@ -63,8 +63,12 @@ _Times = Callable[[NDArray[np.int64]], _Floats]
 def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
     """Find a plan with the shortest step; among those one that is best on a slower network, in the fewest messages.
 
-    Exact for every cost that never falls as the message grows. O(L) for a `LinearCost`; O(L^2) for any other to find
-    the shortest step, and no more than O(L^2) for each message of the plan to find the fewest.
+    Exact among partitions into neighbours, in ready order, of whole gradients, for every cost that never falls as the
+    message grows. For a `LinearCost` nothing else is faster either: no groups of other gradients, no other order, no
+    gradient cut in two. For other costs something may be (docs/optimality.md has examples).
+
+    O(L) for a `LinearCost`; O(L^2) for any other to find the shortest step, and no more than O(L^2) for each message of
+    the plan to find the fewest.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 0.0, tuple(LayerTrace(name, 1.0, 1) for name in "dcba"))

@@ -1,7 +1,8 @@
 """The evaluation of the paper (Section V), with its own numbers beside: what to simulate and what to compare.
 
 `paper_rows` gives its Figs. 6 to 9, `size_distribution` and `predict_allreduce` its Fig. 5, `compare_with_paper` the
-gains that its text states.
+gains that its text states. What sets a trace apart from the authors' own is computed: `ready_at_half`, `logged_cost`,
+`gains_by_forward`.
 """
 
 import math
@@ -9,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.fitting import fit
 from mgwfbp.network import Network
 from mgwfbp.simulate.cluster import Cluster
 from mgwfbp.simulate.sweep import Grid, Strategy, SweepRow, sweep
@@ -24,8 +27,11 @@ __all__ = [
     "SizeBin",
     "by_layer",
     "compare_with_paper",
+    "gains_by_forward",
+    "logged_cost",
     "paper_rows",
     "predict_allreduce",
+    "ready_at_half",
     "size_distribution",
 ]
 
@@ -86,6 +92,26 @@ def paper_rows(trace: ModelTrace, network: Network, strategies: Sequence[Strateg
     return list(sweep(trace, Grid((Cluster(network),), tuple(workers), tuple(strategies))))
 
 
+def ready_at_half(trace: ModelTrace) -> float:
+    """Return which part of the bytes is ready when half of the backward pass is over.
+
+    >>> layers = (LayerTrace("c", 1.0, 60), LayerTrace("b", 1.0, 20), LayerTrace("a", 2.0, 20))
+    >>> ready_at_half(ModelTrace("toy", 5.0, layers))
+    0.8
+    """
+    half_s = trace.forward_s + trace.backward_s / 2
+    ready = sum(
+        layer.grad_bytes for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True) if ready_s <= half_s
+    )
+    return ready / trace.grad_bytes if trace.grad_bytes else 1.0
+
+
+def logged_cost(trace: ModelTrace) -> LinearCost | PiecewiseCost:
+    """Fit the all-reduce times that the authors logged beside their trace: ``source["allreduce"]``."""
+    logged = trace.source["allreduce"]
+    return fit([(size, seconds) for size, seconds in logged["points"]], logged["workers"]).cost
+
+
 @dataclass(frozen=True, slots=True)
 class GainRow:
     """One gain of the paper beside ours."""
@@ -97,7 +123,7 @@ class GainRow:
 def compare_with_paper(
     model: str, rows: Iterable[SweepRow], planners: Sequence[str] = ("mgwfbp", "optimal")
 ) -> list[GainRow]:
-    """Put the paper's gains of MG-WFBP beside those that these planners have here."""
+    """Put the paper's gains of MG-WFBP beside those that these planners have here, where there are rows of both."""
     steps_s = {(row.workers, row.planner): row.iteration_s for row in rows}
     return [
         GainRow(
@@ -108,8 +134,17 @@ def compare_with_paper(
             },
         )
         for published in PUBLISHED
-        if published.model == model
+        if published.model == model and (published.workers, published.against) in steps_s
     ]
+
+
+def gains_by_forward(trace: ModelTrace, network: Network, strategies: Sequence[Strategy]) -> dict[float, list[GainRow]]:
+    """Compare with the paper as if the forward pass took these parts of the backward pass: a quarter, half, all."""
+    found = {}
+    for part in (0.25, 0.5, 1.0):
+        changed = replace(trace, forward_s=part * trace.backward_s)
+        found[part] = compare_with_paper(trace.model, paper_rows(changed, network, strategies))
+    return found
 
 
 def _gain(other_s: float, ours_s: float) -> float:
