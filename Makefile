@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint typecheck layers pytest bench format clean
+.PHONY: help demo test lint typecheck layers pytest matrix bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ layers: $(VENV)/.ready ## import-linter: the layers of docs/design.md
 pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+matrix: $(VENV)/.ready ## the runtime's tests with every torch since 2.3, or VERSIONS="2.3 2.4": docs/torch-versions.md
+	$(BIN)/nox -s $(if $(VERSIONS),$(VERSIONS:%="runtime(%)"),runtime)
+
 bench: $(VENV)/.ready ## benchmarks (never part of test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-columns=min,median,iqr,rounds
 
@@ -39,4 +42,4 @@ format: $(VENV)/.ready ## rewrite the code in our format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .nox .matrix
