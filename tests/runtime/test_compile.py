@@ -66,7 +66,6 @@ def test_weight_and_bias_of_one_operation_stay_in_one_graph(ranks: list[Any]) ->
         assert found["odd"]["ps"]["graphs"] == 5
 
 
-@where_plans_cut
 def test_buckets_below_torchs_first_are_no_assertion(ranks: list[Any]) -> None:
     for found in ranks:
         assert found["odd"]["small caps"]["graphs"] == 5

@@ -60,7 +60,7 @@ def follow_plans() -> None:
 
 def warn_of_old_cuts(ddp: Any) -> None:
     """Warn where a model's graph was compiled before its plan changed."""
-    if ddp.is_compiled:
+    if ddp.is_compiled and not missing():
         ddp.is_compiled = False
         warnings.warn(
             "the plan has changed after the model was compiled: messages are the new plan's, but the graph is still "
