@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgwfbp.runtime.compile_private import cut_after, missing
@@ -121,6 +121,7 @@ def test_a_plan_that_changes_after_compilation_is_a_warning_and_the_next_compila
         assert found["graphs"] == [2, 2, 2, 2 + 4]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_walk_that_cuts_meets_every_message_before_its_cut(data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 8))

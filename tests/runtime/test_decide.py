@@ -4,12 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, load_network, load_trace
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
 from tests.runtime.worlds import World, random_world, tune_in
+
+pytestmark = pytest.mark.timeout(300)  # of much arithmetic on cores that may be shared
 
 # All 500 seeds are run by benchmarks/decisions.py.
 SEEDS = range(24)
@@ -75,6 +77,7 @@ def test_torchs_own_buckets_and_buckets_of_1_mib_always_take_part() -> None:
         assert {"ddp", "bucket-1"} <= names
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(BUCKET_MIB), st.floats(0.0, 10.0)))
 def test_two_bucket_sizes_are_tried_the_best_by_the_model_and_one_far_from_it(predicted_s: dict[int, float]) -> None:
     chosen = two_sizes(predicted_s)

@@ -5,7 +5,7 @@ import random
 from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgwfbp import PiecewiseCost
@@ -49,6 +49,7 @@ def test_a_delay_and_a_slower_link_are_told_apart(delay_s: float, ratio: float) 
     assert mean(missed) < 0.06
 
 
+@settings(deadline=None)
 @given(st.floats(0.5, 3.0), st.lists(st.integers(24_000_000, 27_000_000), min_size=1, max_size=4, unique=True))
 def test_messages_all_as_large_say_nothing_of_a_delay(ratio: float, sizes: list[int]) -> None:
     loaded = learn_cost(
@@ -74,6 +75,7 @@ def test_one_late_message_does_not_speak_for_all_of_its_size() -> None:
     assert all(late(size) < 1.1 * SWEPT(size) for size in (10_000, 100_000, 1_000_000, 10_000_000))
 
 
+@settings(deadline=None)
 @given(curves, sightings)
 def test_a_cost_under_load_never_falls_and_larger_messages_are_never_free(
     curve: list[tuple[int, float]], seen: dict[int, list[float]]
@@ -87,6 +89,7 @@ def test_a_cost_under_load_never_falls_and_larger_messages_are_never_free(
     assert loaded(8 * largest) - loaded(4 * largest) >= 0.99 * LEAST * more_swept_s
 
 
+@settings(deadline=None)
 @given(curves, sightings)
 def test_the_error_it_states_is_that_against_what_was_observed(
     curve: list[tuple[int, float]], seen: dict[int, list[float]]
@@ -101,6 +104,7 @@ def test_the_error_it_states_is_that_against_what_was_observed(
     assert loaded.source["fit"]["num_sizes"] == len(seen)
 
 
+@settings(deadline=None)
 @given(curves, sightings, st.floats(1.1, 4.0))
 def test_a_network_that_is_slower_throughout_gives_a_cost_that_is(
     curve: list[tuple[int, float]], seen: dict[int, list[float]], factor: float

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -73,6 +73,7 @@ def test_messages_to_parameter_servers_are_averaged_during_the_backward_pass(fou
     assert all(found["server_traffic"]["overlapped"] for found in four_ranks)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=60), st.integers(1, 9))
 def test_owners_hold_equal_shares_up_to_one_gradient(sizes: list[int], num_owners: int) -> None:
     owners = assign_owners(sizes, num_owners)
