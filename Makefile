@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint typecheck layers pytest torchtests bench format clean
+.PHONY: help demo test lint typecheck layers pytest torchtests matrix bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
 torchtests: $(VENV)/.ready ## torch's own tests of DDP with our class (10 minutes, never part of test)
 	$(BIN)/python -m tests.runtime.torchs_own docs/torchs-own-tests.md
 
+matrix: $(VENV)/.ready ## the runtime's tests with every torch since 2.3, or VERSIONS="2.3 2.4": docs/torch-versions.md
+	$(BIN)/nox -s $(if $(VERSIONS),$(VERSIONS:%="runtime(%)"),runtime)
+
 bench: $(VENV)/.ready ## benchmarks (never part of test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks --benchmark-enable --benchmark-only --benchmark-columns=min,median,iqr,rounds
 
@@ -42,4 +45,4 @@ format: $(VENV)/.ready ## rewrite the code in our format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .nox .matrix

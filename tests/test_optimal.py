@@ -109,7 +109,7 @@ def optimal_end(trace: ModelTrace, cost: Cost) -> float:
 
 
 @given(traces(max_layers=6), linear_costs)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_on_a_straight_line_no_groups_of_whole_gradients_in_any_order_end_earlier(
     trace: ModelTrace, cost: LinearCost
 ) -> None:

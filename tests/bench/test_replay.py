@@ -28,7 +28,7 @@ def run(replay: Replay) -> None:
     replay(torch.zeros(1)).sum().backward()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(short_traces())
 def test_gradients_come_in_the_order_and_sizes_of_the_trace_and_none_before_its_time(trace: ModelTrace) -> None:
     replay = Replay(trace)

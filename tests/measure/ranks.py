@@ -26,6 +26,7 @@ from mgwfbp import (
 )
 from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, together
 from mgwfbp.measure.workload import Workload, build_workload, default_loss
+from mgwfbp.runtime.gloo import destroy_process_group
 from tests.measure.models import SlowMiddle, tiny_transformer
 
 
@@ -167,7 +168,7 @@ def main() -> None:
         except MeasureError as error:
             results[scenario] = {"error": str(error)}
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_the_schema_notices_what_is_wrong() -> None:
         jsonschema.validate(trace, SCHEMA)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(traces(), linear_costs)
 def test_spans_add_up_to_the_step_on_every_rank(trace: ModelTrace, cost: LinearCost) -> None:
     timeline = predict(trace, cost, find_plan(trace, cost))
@@ -130,7 +130,7 @@ def test_a_measured_step_is_one_process_since_one_rank_was_observed() -> None:
     assert names == ["the observed rank, optimal, measured, one observed step, toy"]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(traces(), linear_costs)
 def test_a_drawn_line_is_as_long_as_it_should_be_and_gradients_come_after_forward(
     trace: ModelTrace, cost: LinearCost

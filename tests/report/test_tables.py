@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from mgwfbp import LinearCost, ModelTrace, find_plan, load_network, predict
 from mgwfbp.report.cases import Case, CaseStrategy, StepRow, step_rows
@@ -112,7 +112,6 @@ def test_a_strategy_that_was_not_run_everywhere_leaves_a_gap() -> None:
     assert next(row for row in speedup.table.rows if row[0] == "wfbp")[1] == "-"
 
 
-@settings(deadline=None)
 @given(traces())
 def test_every_gradient_is_counted_once_in_the_sizes(trace: ModelTrace) -> None:
     chart = sizes_chart([("random", trace)])
@@ -169,7 +168,6 @@ def test_strategies_keep_their_colours_and_others_get_free_ones() -> None:
     assert all(0 <= color < NUM_COLORS for color in colors.values())
 
 
-@settings(deadline=None)
 @given(piecewise_costs())
 def test_without_start_up_or_with_more_bandwidth_no_message_takes_longer(cost: LinearCost) -> None:
     for size in (0, 1, 7, 60, 1000):

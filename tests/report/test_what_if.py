@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import (
@@ -169,7 +169,6 @@ def test_the_page_scales_costs_as_python_does(tab: Tab) -> None:
     assert tab.page.evaluate("(cases) => {" + SCRIPT + measure, cases) == expected
 
 
-@settings(deadline=None)
 @given(st.one_of(linear_costs, piecewise_costs()), st.integers(0, 10**9))
 def test_a_cost_scaled_by_one_is_the_cost(cost: KnownCost, size: int) -> None:
     assert scaled(cost, startup=1.0, per_byte=1.0, workers=cost.workers)(size) == cost(size)

@@ -51,7 +51,7 @@ def test_without_a_cost_the_bottleneck_is_communication_and_no_more_is_said() ->
     assert not any("By the model" in sentence for sentence in words)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(traces(), linear_costs)
 def test_a_remedy_never_makes_the_best_plan_slower(trace: ModelTrace, cost: LinearCost) -> None:
     merging, bandwidth, startup = (remedy.iteration_s for remedy in find_remedies(trace, cost))
@@ -59,7 +59,7 @@ def test_a_remedy_never_makes_the_best_plan_slower(trace: ModelTrace, cost: Line
     assert startup <= merging * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(traces(max_layers=5), piecewise_costs())
 def test_words_are_found_for_every_case(trace: ModelTrace, cost: KnownCost) -> None:
     (case,) = find_cases(Inputs(traces=(("t", trace),), costs=(("c", cost),)))

@@ -3,7 +3,6 @@
 Each fault happens on one rank alone, while the tuner works; beside it the same training with torch's own class.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,7 +106,6 @@ def train(wrapper: Callable[..., Any], step: Step) -> tuple[Any, dict[str, Tenso
 def beside(step: Step = usual, fault: Callable[[pytest.MonkeyPatch], None] | None = None) -> dict[str, Any]:
     """Train with torch's class, and with ours and the fault; say how far apart they end, and what ours says."""
     _, expected = train(StockDdp, step)
-    began_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             fault(patch)
@@ -120,7 +118,6 @@ def beside(step: Step = usual, fault: Callable[[pytest.MonkeyPatch], None] | Non
         "steps": ours.tuning.steps,
         "planner": ours.plan.planner,
         "left": left_on(ours) if ours.tuning.state != "working" else [],
-        "waited": time.monotonic() - began_s > 15,  # the group's timeout is 20 s
     }
 
 
@@ -150,7 +147,7 @@ def rebuild_fails(patch: pytest.MonkeyPatch, call: int = 1) -> None:
     def rebuild(reducer: Any) -> Any:
         has_rebuilt = real(reducer)
         if has_rebuilt and is_odd() and next(calls) == call:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return has_rebuilt
 
     patch.setattr(dist.Reducer, "_rebuild_buckets", rebuild)  # type: ignore[attr-defined]

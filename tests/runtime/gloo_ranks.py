@@ -89,7 +89,7 @@ def again() -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     backends, said = [], []
     for number in range(2):
-        dist.destroy_process_group()
+        gloo.destroy_process_group()
         if number == 1:
             del dist.distributed_c10d.ProcessGroupGloo.create_default_device
         with warnings.catch_warnings(record=True) as seen:

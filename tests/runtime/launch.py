@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mgwfbp.runtime.gloo import init_process_group
+from mgwfbp.runtime.gloo import destroy_process_group, init_process_group
 
 Scenario = Callable[[], dict[str, Any]]
 
@@ -50,4 +49,4 @@ def be_rank(scenarios: Mapping[str, Scenario]) -> None:
     init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20))
     result = {scenario: scenarios[scenario]() for scenario in sys.argv[2:]}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    destroy_process_group()

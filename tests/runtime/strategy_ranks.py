@@ -133,13 +133,13 @@ def server_traffic() -> dict[str, Any]:
     watch = Watch(model)
     ddp = parallel(model, "ps")
 
-    def pulled(tensor: Tensor, _: object, *, group_src: int, **__: object) -> list[int]:
+    def pulled(tensor: Tensor, _: object, *, src: int, **__: object) -> list[int]:
         if tensor.numel() == model.last.weight.numel():
             WaitsInBackward.arrived.set()
-        return [tensor.numel(), group_src]
+        return [tensor.numel(), src]
 
-    def pushed(tensor: Tensor, _: object, *, group_dst: int, **__: object) -> list[int]:
-        return [tensor.numel(), group_dst]
+    def pushed(tensor: Tensor, _: object, *, dst: int, **__: object) -> list[int]:
+        return [tensor.numel(), dst]
 
     with watch.spy("gather", pushed), watch.spy("scatter", pulled):
         ddp(torch.randn(8, 6)).sum().backward()

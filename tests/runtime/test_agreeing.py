@@ -7,6 +7,8 @@ import pytest
 from mgwfbp import ModelTrace
 from tests.runtime.launch import run_ranks
 
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:

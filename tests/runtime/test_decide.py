@@ -11,6 +11,8 @@ from mgwfbp import LinearCost, load_network, load_trace
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
 from tests.runtime.worlds import World, random_world, tune_in
 
+pytestmark = pytest.mark.timeout(300)  # of much arithmetic on cores that may be shared
+
 # All 500 seeds are run by benchmarks/decisions.py.
 SEEDS = range(24)
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.runtime.launch import run_ranks
 
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
+
 
 def run(scenario: str, folder: Path, world: int) -> list[Any]:
     """Run a scenario of tests/runtime/ranks.py and return what each rank wrote."""

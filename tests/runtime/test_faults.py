@@ -17,7 +17,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def check_training_is_stocks(found: dict[str, Any], world: int) -> None:
-    assert found["waited"] is False
     if world == 2:
         assert found["bitwise"] is True
     assert found["distance"] < 1e-6

@@ -7,6 +7,8 @@ import pytest
 from tests.runtime.launch import run_ranks
 from tests.runtime.odd_ranks import STEPS
 
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
+
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:

@@ -12,6 +12,8 @@ import pytest
 from tests.runtime.launch import run_ranks
 from tests.runtime.tuner_ranks import ENOUGH_STEPS
 
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
+
 RANKS = "tests.runtime.tuner_ranks"
 
 

@@ -195,7 +195,7 @@ def replay(case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], conte
 
 
 @given(cases(), st.sampled_from([1.0, 1.5, 3.0]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_contention_agrees_with_a_walk_through_time_in_small_ticks(
     case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], contention: float
 ) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mgwfbp.errors import MgwfbpError
 from mgwfbp.run import TrainingRun
+from mgwfbp.runtime.gloo import destroy_process_group
 from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.claim import Job
 from mgwfbp.train.config import TrainConfig
@@ -103,7 +104,7 @@ def _main(
         timeout=timedelta(seconds=timeout_s),
     )
     work(rank, *arguments)
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 def forked(work: Callable[..., None], *arguments: object) -> int | None:

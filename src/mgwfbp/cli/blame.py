@@ -43,7 +43,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
     # Of the CPU torch raises a plain RuntimeError.
     words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
 

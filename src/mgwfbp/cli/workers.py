@@ -86,4 +86,4 @@ def process_group(device_type: str, backend: str | None, *, timeout_s: float = T
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        gloo.destroy_process_group()

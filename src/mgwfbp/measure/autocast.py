@@ -51,13 +51,13 @@ def autocast_as_cuda(dtype: torch.dtype) -> Iterator[None]:
     one that is empty: kernels are put there, with a way past them for all other operations, and removed at the end.
     """
     try:
+        math_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
         kernels = _register(_Cast(dtype))
         place = torch._C._IncludeDispatchKeyGuard(getattr(torch._C.DispatchKey, _PLACE))
     except AttributeError as error:
         raise MeasureError(
             f"torch {torch.__version__} cannot be counted under autocast ({error}): leave it out"
         ) from error
-    math_in_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.set_autocast_enabled(_PLACE_DEVICE, True)
     # Attention is counted product by product; on a GPU those have its operands' type.
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)

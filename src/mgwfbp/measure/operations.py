@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 __all__ = ["flops_of", "takes_no_time"]
 
 _aten = torch.ops.aten
+
+# What torch's table calls an operation's result.
+_OUT = "out_val" if "out_val" in shape_wrapper(len).__code__.co_varnames else "out"
 
 # No kernel runs: another shape of the same memory that torch does not call a view, and memory without content.
 _NOTHING_RUNS = {
@@ -38,7 +41,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     if counter is not None:
         return counter(*args, **kwargs)
     torchs = flop_registry.get(func.overloadpacket)
-    return int(torchs(*args, **kwargs, out_val=out)) if torchs else 0
+    return int(torchs(*args, **kwargs, **{_OUT: out})) if torchs else 0
 
 
 def _convolution_backward(
@@ -62,7 +65,6 @@ def _grouped_mm(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-_OURS: Mapping[Any, Callable[..., int]] = {
-    _aten.convolution_backward: _convolution_backward,
-    _aten._grouped_mm: _grouped_mm,
-}
+_OURS: dict[Any, Callable[..., int]] = {_aten.convolution_backward: _convolution_backward}
+if hasattr(_aten, "_grouped_mm"):  # not in older versions of torch
+    _OURS[_aten._grouped_mm] = _grouped_mm

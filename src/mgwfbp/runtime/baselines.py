@@ -181,15 +181,16 @@ class _Queue:
         """Push to the owner, add there, pull. gather and scatter, so that each copy goes over the owner's link."""
         size = self._group.size()
         owned = self._group.rank() == owner
+        global_owner = dist.get_global_rank(self._group, owner)  # torch before 2.6 knows no other
         pushed = [torch.empty_like(buffer) for _ in range(size)] if owned else None
-        dist.gather(buffer, pushed, group=self._group, group_dst=owner)
+        dist.gather(buffer, pushed, dst=global_owner, group=self._group)
         pulled = None
         if pushed is not None:
             total = pushed[0]
             for one in pushed[1:]:
                 total.add_(one)
             pulled = [total] * size
-        dist.scatter(buffer, pulled, group=self._group, group_src=owner)
+        dist.scatter(buffer, pulled, src=global_owner, group=self._group)
 
 
 def push_and_pull(

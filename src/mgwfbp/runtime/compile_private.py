@@ -27,17 +27,17 @@ _HAS_SOME, _FULL = 1, 2
 
 _UNCUT = "the compiled graph is not cut by the plan, so that its gradients come at once or by torch's own rule"
 
-_NEEDED = ("add_param", "add_param_args", "compile_fn")
+# What cuts take; without them a model of our class still learns that it is compiled.
+_NEEDED = ("add_param", "add_param_args")
 
 
 def missing() -> tuple[str, ...]:
     """Name what this torch lacks for graphs that are cut by a plan; empty where it has it."""
     from torch._dynamo.backends import distributed
 
-    stock = getattr(distributed, "DDPOptimizer", None)
-    if stock is None:
-        return ("torch._dynamo.backends.distributed.DDPOptimizer",)
-    names = [f"DDPOptimizer.{name}" for name in _NEEDED if not hasattr(stock, name)]
+    optimizer = getattr(distributed, "DDPOptimizer", None)
+    stock = getattr(optimizer, "stock", optimizer)  # behind ours
+    names = [f"DDPOptimizer.{name}" for name in ("compile_fn", *_NEEDED) if not hasattr(stock, name)]
     if not hasattr(DistributedDataParallel, "_get_active_ddp_module"):
         names.append("DistributedDataParallel._get_active_ddp_module")
     return tuple(names)
@@ -45,14 +45,14 @@ def missing() -> tuple[str, ...]:
 
 def follow_plans() -> None:
     """Have the graphs of models of our class cut by their plans from now on; others are left to torch."""
-    if missing():
+    if set(missing()) - {f"DDPOptimizer.{name}" for name in _NEEDED}:
         return  # graphs are then cut by torch's own rule; nothing else depends on it
     from torch._dynamo import trace_rules
     from torch._dynamo.backends import distributed
 
-    stock: Any = distributed.DDPOptimizer
-    if not getattr(stock, "follows_plans", False):
-        distributed.DDPOptimizer = _following(stock)  # type: ignore[misc, assignment]
+    optimizer: Any = distributed.DDPOptimizer
+    if not hasattr(optimizer, "stock"):
+        distributed.DDPOptimizer = _following(optimizer)  # type: ignore[misc, assignment]
         # What this package does around a forward pass is not compiled.
         for package in ("mgwfbp.runtime", "mgwfbp.measure"):
             trace_rules.add(package)
@@ -60,7 +60,7 @@ def follow_plans() -> None:
 
 def warn_of_old_cuts(ddp: Any) -> None:
     """Warn where a model's graph was compiled before its plan changed."""
-    if ddp.is_compiled:
+    if ddp.is_compiled and not missing():
         ddp.is_compiled = False
         warnings.warn(
             "the plan has changed after the model was compiled: messages are the new plan's, but the graph is still "
@@ -90,11 +90,11 @@ def cut_after(uses: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) ->
     return cuts
 
 
-def _following(stock: Any) -> type:
-    class PlanOptimizer(stock):  # type: ignore[misc]
+def _following(optimizer: Any) -> type:
+    class PlanOptimizer(optimizer):  # type: ignore[misc]
         """Torch's optimizer of graphs inside DDP, with cuts where a plan has them."""
 
-        follows_plans = True
+        stock = optimizer
 
         def __init__(self, bucket_bytes_cap: int, backend_compile_fn: Any, first_bucket_cap: int | None = None) -> None:
             self._ddp: Any | None = None
@@ -111,6 +111,9 @@ def _following(stock: Any) -> type:
                 return super().compile_fn(gm, example_inputs, *args, **kwargs)
             self._ddp.is_compiled = True
             groups = _parameter_groups(self._ddp)
+            if groups is not None and (absent := missing()):
+                warnings.warn(f"{_UNCUT}: torch {torch.__version__} lacks {absent[0]}", RuntimeWarning, stacklevel=2)
+                groups = None
             self._cuts = {} if groups is None else _cuts_of(gm, example_inputs, groups)
             if self._cuts:
                 self.bucket_bytes_cap = self.first_bucket_cap = _FULL
