@@ -55,7 +55,6 @@ def main() -> None:
             batch_size=options.batch_size,
             device=device,
             image_size=options.image_size,
-            sequence_length=128,
         )
         model = wrap(workload.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

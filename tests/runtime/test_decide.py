@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, load_network, load_trace
+from mgwfbp.planners import plan_optimal
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
 from tests.runtime.worlds import World, random_world, tune_in
 
@@ -63,6 +64,21 @@ def test_what_messages_take_from_the_computation_is_measured_though_no_planner_k
     world = replace(quiet("100gbe", 8, "densenet201-h200-b32"), per_message_s=1e-3)
     verdict = tune_in(world)
     assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.01 * world.best_s()
+
+
+def test_where_it_looks_again_the_plan_in_force_and_torchs_buckets_both_take_part() -> None:
+    world = quiet("10gbe", 4)
+    in_force = plan_optimal(world.trace, load_network("100gbe").cost(4))
+    verdict = tune_in(world, in_force=in_force)
+    names = {candidate.name: candidate.plan.groups for candidate in verdict.candidates}
+    assert (names["in force"], names["ddp"]) == (in_force.groups, world.default.groups)
+    assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.01 * world.best_s()
+    # The best is in force already, then torch's buckets: nothing gains on either but what is named so.
+    best = verdict.candidates[0].plan
+    assert tune_in(world, in_force=best).candidates[0].plan.groups == best.groups
+    again = {candidate.name for candidate in tune_in(world, in_force=world.default).candidates}
+    assert "ddp" in again
+    assert "in force" not in again
 
 
 def test_a_limit_of_steps_is_kept() -> None:

@@ -72,6 +72,15 @@ def test_one_record_of_rank_0_says_what_was_found(whole: list[Any]) -> None:
     assert all(found["records"] == [] for found in second.values())
 
 
+def test_when_steps_have_changed_for_long_all_ranks_tune_again_and_nothing_else_changes(tmp_path: Path) -> None:
+    ranks = [told["looks_again"] for told in run_ranks(RANKS, ["looks_again"], tmp_path, 2)]
+    for found in ranks:
+        assert found["seen"] == [["working", 0], ["settled", 0], ["working", 1], ["settled", 1]]
+        assert "ddp" in found["names"]
+        assert (found["same"], found["left"]) == (True, [])
+        assert (found["steps"], found["plan"]) == (ranks[0]["steps"], ranks[0]["plan"])
+
+
 def test_a_settled_model_has_nothing_left_on_it(whole: list[Any]) -> None:
     assert [found["left"] for rank in whole for found in rank.values()] == [[]] * 14
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -17,11 +18,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
+from mgwfbp.runtime import drift
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 
 # Steps that plans are compared in, and steps in which tuning has then ended.
 TUNE_STEPS, ENOUGH_STEPS = 60, 160
+# Steps in which it has ended, noticed that steps have changed, and ended again.
+AGAIN_STEPS = 3 * ENOUGH_STEPS
 
 
 class Transformer(nn.Module):
@@ -368,9 +372,40 @@ def killed() -> dict[str, Any]:
     return {"state": model.tuning.state, "told": ""}
 
 
+def looks_again() -> dict[str, Any]:
+    """A settled model whose steps become longer, on one rank alone, as they do for all; beside stock DDP."""
+    drift.WINDOW, drift.ASK_EVERY = 4, 4  # in a hurry
+    torch.manual_seed(1)
+    stock, ours = StockDdp(Wide()), tuned(Wide())
+    ours.load_state_dict(stock.state_dict())
+    first = 0
+    seen: list[tuple[str, int]] = []
+    while first < AGAIN_STEPS:
+        state = (ours.tuning.state, ours.tuning.retuned)
+        if state not in seen:
+            seen.append(state)
+        if state == ("settled", 1):
+            break
+        is_slow = state == ("settled", 0) and first - ours.tuning.steps > 20 and dist.get_rank() == 1
+        time.sleep(0.05 if is_slow else 0.0)
+        for model in (ours, stock):
+            train(model, vectors, 1, first=first)
+        first += 1
+    names = [candidate.name for candidate in ours.tuning.candidates]
+    return {
+        "seen": seen,
+        "steps": first,
+        "names": names,
+        "plan": ours.plan.to_json()["groups"] if ours.plan else None,
+        "same": all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True)),
+        "left": left_on(ours),
+    }
+
+
 SCENARIOS = {
     "copies": copies,
     "curves": curves,
+    "looks_again": looks_again,
     "killed": killed,
     "observed": observed,
     "odd_steps": odd_steps,

@@ -129,10 +129,11 @@ class _Step:
         return self.forward * min(moment_s, forward_s) + self.backward * max(0.0, moment_s - forward_s)
 
 
-def tune_in(world: World, limits: Limits | None = None) -> Verdict:
-    """Let the tuner's script work in a world."""
+def tune_in(world: World, limits: Limits | None = None, in_force: MergePlan | None = None) -> Verdict:
+    """Let the tuner's script work in a world, where torch's buckets are in force or another plan is."""
+    torchs = world.default if in_force else None
     script: Generator[Turn, Seen, Verdict] = decide(
-        world.gradients, world.cost.workers, world.default, lambda plan: plan, limits or Limits()
+        world.gradients, world.cost.workers, in_force or world.default, lambda plan: plan, limits or Limits(), torchs
     )
     try:
         turn = next(script)

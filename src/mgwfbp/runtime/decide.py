@@ -132,20 +132,23 @@ def decide(
     default: MergePlan,
     allowed: Callable[[MergePlan], MergePlan],
     limits: Limits = Limits(),  # noqa: B008 - it is frozen
+    torchs: MergePlan | None = None,
 ) -> Generator[Turn, Seen, Verdict]:
     """Find the fastest plan; see [Note: how the tuner decides].
 
     Args:
         gradients: what a step sends.
         workers: how many ranks there are.
-        default: torch's own buckets.
+        default: the buckets in force, which are kept unless another plan is faster: torch's own, or an earlier plan.
         allowed: turns a planner's plan into one that the Reducer can hold (one dtype and device a message).
         limits: how much may be spent.
+        torchs: torch's own buckets, where those in force are others.
     """
     known = Known(gradients, workers)
-    known.learn(default, (yield Turn(default, OBSERVE, "observing torch's own buckets")))
+    known.learn(default, (yield Turn(default, OBSERVE, "observing the buckets in force")))
     assert known.trace is not None  # noqa: S101 - gradients were noted
-    tried = {default.groups: ("ddp", default)}
+    tried = {} if torchs is None else {torchs.groups: ("ddp", torchs)}
+    tried = {default.groups: tried.get(default.groups, ("in force" if tried else "ddp", default)), **tried}
     one_mib = allowed(_buckets(known.trace, known.cost, 1))
     if one_mib.groups not in tried:
         tried[one_mib.groups] = ("bucket-1", one_mib)
@@ -179,7 +182,7 @@ def _candidates(
     known: Known,
     allowed: Callable[[MergePlan], MergePlan],
 ) -> list[Candidate]:
-    """Return what shall be compared: each partition once, torch's own buckets first."""
+    """Return what shall be compared: each partition once, the buckets in force first."""
     trace, cost = known.trace, known.cost
     assert trace is not None  # noqa: S101 - it has been learnt
     found = dict(tried)

@@ -305,8 +305,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._observer.after_forward()
         return super()._post_forward(output)
 
-    def _start_tuner(self, retuned: int = 0) -> None:
-        """Tune from the next step on; all ranks begin at the same one."""
+    def _start_tuner(self, before: Tuning | None = None) -> None:
+        """Tune from the next step on, again where it was tuned before; all ranks begin at the same one."""
         handle = self._handle
         assert handle is not None  # noqa: S101 - it holds plans
         if dist.get_world_size(self.process_group) == 1:
@@ -321,8 +321,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 self.process_group,
                 weakly(self._unfit),
                 weakly(self._tuner_has_ended),
-                limits=Limits(steps=min(self._tune_steps, self._retune_steps) if retuned else self._tune_steps),
-                retuned=retuned,
+                limits=Limits(steps=min(self._tune_steps, self._retune_steps) if before else self._tune_steps),
+                before=before,
             )
 
     def _unfit(self) -> str:
@@ -331,7 +331,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _tuner_has_ended(self, tuning: Tuning) -> None:
         spent = self._tuning.steps if tuning.retuned else 0
         self._observer, self._tuning = None, replace(tuning, steps=tuning.steps + spent)
-        self._plan = tuning.plan
+        self._plan = tuning.plan or self._plan
         self._retune_steps -= tuning.steps if tuning.retuned else 0
         if tuning.state == "settled" and self._retune_steps > 0:
             self._watch_drift(tuning)
@@ -351,7 +351,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _look_again(self) -> None:
         self._drift = None
-        self._start_tuner(self._tuning.retuned + 1)
+        self._start_tuner(self._tuning)
 
     def _stop_tuning(self, reason: str, *, restore: bool = False) -> None:
         self._drift = None

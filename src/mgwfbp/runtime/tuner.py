@@ -73,15 +73,15 @@ class Tuner:
         on_end: Callable[[Tuning], object],
         *,
         limits: Limits | None = None,
-        retuned: int = 0,
+        before: Tuning | None = None,
     ) -> None:
         self._reducer, self._group, self._unfit, self._on_end = reducer, group, unfit, on_end
         self.device = reducer.parameters[0].device
         self._progress = _Progress()
-        self._steps, self._spent_s, self._retuned = 0, 0.0, retuned
+        self._steps, self._spent_s, self._retuned = 0, 0.0, before.retuned + 1 if before else 0
         self._silent_forwards = 0
         self.observer = Observer(reducer, clock_for(self.device), weakly(self._step_has_ended))
-        self._script = _tune(reducer, self.observer, kinds, group, unfit, self._progress, limits or Limits())
+        self._script = _tune(reducer, self.observer, kinds, group, unfit, self._progress, limits or Limits(), before)
         next(self._script)  # to where it waits for the first step
 
     @property
@@ -171,6 +171,7 @@ def _tune(
     unfit: Callable[[], str],
     progress: _Progress,
     limits: Limits,
+    before: Tuning | None,
 ) -> Generator[None, None, tuple[Verdict, MergePlan]]:
     """Tune on this rank, together with the others: where it says ``yield``, a step of training goes by.
 
@@ -190,10 +191,13 @@ def _tune(
         if reason := unfit():
             raise _EndError(reason)
         held = progress.default = reducer.buckets()
-        default = MergePlan(model, "ddp", tuple(tuple(reducer.names[place] for place in bucket) for bucket in held))
+        groups = tuple(tuple(reducer.names[place] for place in bucket) for bucket in held)
+        in_force = before.plan if before else None
+        default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)
         if dist.get_rank(group) == 0:
             workers = dist.get_world_size(group)
-            leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits)
+            torchs = next((one.plan for one in before.candidates if one.name == "ddp"), None) if before else None
+            leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits, torchs)
         return default
 
     default = _together(begin, group)

@@ -77,7 +77,7 @@ class Tuning:
     steps: int = 0  # steps it has observed
     candidates: tuple[Candidate, ...] = ()  # what was compared, the chosen one first
     comparison: Comparison | None = None
-    messages_before: int = 0  # a step, with DDP's own buckets
+    messages_before: int = 0  # a step, with DDP's own buckets, or where it looked again with the plan before
     before_s: float | None = None  # measured, with these
     exposed_s: float | None = None  # communication that nothing hides, measured, with the chosen plan
     spent_s: float = 0.0  # on everything but training
@@ -105,14 +105,14 @@ class Tuning:
         if self.state != "settled":
             return f"Tuning({self.state}, step {self.steps}: {self.reason})"
         chosen = self.candidates[0]
-        times = ""
+        times, before, buckets = "", *(("before", "") if self.retuned else ("DDP's own", " buckets"))
         if self.after_s is not None and self.before_s is not None:
-            times = f"measured {format_seconds(self.after_s)} a step, DDP's own {format_seconds(self.before_s)}; "
+            times = f"measured {format_seconds(self.after_s)} a step, {before} {format_seconds(self.before_s)}; "
         again = f"; looked again {plural(self.retuned, 'time')}" if self.retuned else ""
         again += f"; {self.problem}" if self.problem else ""
         return (
             f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
-            f"{plural(chosen.plan.num_groups, 'message')} a step, DDP's own buckets {self.messages_before}; {times}"
+            f"{plural(chosen.plan.num_groups, 'message')} a step, {before}{buckets} {self.messages_before}; {times}"
             f"{self.comparison}; exposed communication, measured, {format_seconds(self.exposed_s or 0.0)}; predicted "
             f"step {format_seconds(chosen.predicted_s)}; tuning took {format_seconds(self.spent_s)}{again})"
         )
