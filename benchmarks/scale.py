@@ -36,8 +36,8 @@ def main() -> None:
     if options.rank_output:
         be_rank(options.rank_output)
         return
-    print("| ranks | steps | collectives a rank, of those all-reduces | bytes a rank, of those reduced | spent, s |")
-    print("|--:|--:|--:|--:|--:|")
+    print("| ranks | steps | how it ended | collectives a rank | bytes a rank | bytes each, mean (most) | spent, s |")
+    print("|--:|--:|---|--:|--:|--:|--:|")
     for world in map(int, options.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "found.json"
@@ -47,10 +47,10 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=sys.stderr, env=environment)  # noqa: S603
             found = json.loads(output.read_text(encoding="utf-8"))
         said = found["said"]
-        reduced = [size for name, size in said if name == "all_reduce"]
+        sizes = [size for _, size in said]
         print(
-            f"| {world} | {found['steps']} | {len(said)}, {len(reduced)} | {sum(size for _, size in said):,}, "
-            f"{sum(reduced):,} | {found['spent_s']:.2f} |",
+            f"| {world} | {found['steps']} | {found['state']}: {found['reason']} | {len(said)} | {sum(sizes):,} | "
+            f"{sum(sizes) / len(sizes):.0f} ({max(sizes):,}) | {found['spent_s']:.2f} |",
             flush=True,
         )
 
@@ -71,6 +71,7 @@ def be_rank(output: Path) -> None:
         model(start).sum().backward()
     if dist.get_rank() == 0:
         found = {"said": said, "steps": model.tuning.steps, "spent_s": model.tuning.spent_s}
+        found |= {"state": model.tuning.state, "reason": model.tuning.reason}
         output.write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
