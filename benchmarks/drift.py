@@ -1,7 +1,7 @@
 """A link that becomes slower in mid-run, and fast again: a model that looks again beside one that does not.
 
     mgwfbp measure analytic --model mobilenet_v2 -o mobilenet.json
-    mgwfbp lab --hosts 2 --rate 1gbit --rate-change 140s=200mbit --rate-change 500s=1gbit -- \
+    mgwfbp lab --hosts 2 --rate 1gbit --rate-change 180s=200mbit --rate-change 500s=1gbit -- \
         python benchmarks/drift.py mobilenet.json --seconds 700 -o drift.json
     mgwfbp lab --hosts 2 --rate 1gbit -- python benchmarks/drift.py mobilenet.json --quiet-steps 2000 -o quiet.json
 

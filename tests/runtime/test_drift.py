@@ -1,6 +1,7 @@
 """Steps that change for long, and ranks that begin again together: simulated clocks, stores and collectives."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -118,6 +119,37 @@ def test_ranks_that_count_steps_differently_do_not_begin() -> None:
     ranks[2].step(0.1, collectives=0)
     train(ranks, [0.1] * 400 + [0.2] * 1500, random.Random(1))
     assert {rank.began_at for rank in ranks} == {None}
+
+
+def test_a_store_that_does_not_answer_ends_watching_and_says_so() -> None:
+    class Broken(MemoryStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError(f"no answer for {keys}")
+
+    rank = Rank(Broken(), 0, 2)
+    for _ in range(3 * ASK_EVERY):
+        rank.step(0.1)
+    assert rank.drift.problem == "the group's store does not answer: no answer for ['call']"
+    assert rank.began_at is None
+
+
+def test_while_ranks_tally_each_waits_for_its_device_and_not_before() -> None:
+    store, waits = MemoryStore(), [0, 0]
+    ranks = [Rank(store, number, 2) for number in range(2)]
+
+    def wait_of(number: int) -> Callable[[], object]:
+        def wait() -> None:
+            waits[number] += 1
+
+        return wait
+
+    for number, rank in enumerate(ranks):
+        rank.drift._wait = wait_of(number)
+    train(ranks, [0.1] * (4 * WINDOW), random.Random(0))
+    assert waits == [0, 0]
+    train(ranks, [0.2] * (10 * WINDOW), random.Random(0))
+    assert min(waits) > 3
+    assert ranks[0].began_at == ranks[1].began_at is not None
 
 
 def test_tuning_says_why_it_cannot_look_again() -> None:

@@ -4,13 +4,14 @@
 It runs on rank 0 alone; whoever drives it lets all ranks train as it asks and tells it what they observed together. So
 nothing here waits, measures or depends on a clock, and tests drive it in simulated worlds.
 
-1. *Observe* torch's own buckets: when gradients are ready and what messages take. Then buckets of 1 MiB.
+1. *Observe* the buckets in force, torch's own or an earlier plan's: when gradients are ready and what messages take.
+   Then buckets of 1 MiB.
 2. *Plan* with that, run the plan, observe its messages, learn the cost anew and plan again, until the plan stays the
    same: the cost that counts is the one beside a busy backward pass.
 3. *Compare* these plans, the paper's, and buckets of other sizes, torch's own always among them, in turns: every turn
    goes through all that are left, every second one backwards, so that what drifts, drifts for all alike. A plan is
    compared with another within turns only. One that is slower beyond doubt (`DROPPED`) takes no more turns.
-4. *Keep* torch's own buckets unless another plan is faster beyond doubt (`CONFIDENCE`, one-sided, of Student's t over
+4. *Keep* the buckets in force unless another plan is faster beyond doubt (`CONFIDENCE`, one-sided, of Student's t over
    turns). The comparison ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
 
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
@@ -47,8 +48,8 @@ GLANCES = 3  # turns in which all candidates take part, whatever came of them
 MAX_ROUNDS = 3  # of planning
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
-# A plan that is kept is faster than torch's buckets with so much confidence; one that is dropped slower than another;
-# and no more turns are taken where with so much confidence nothing is left to win.
+# A plan that is kept is faster than the buckets in force with so much confidence; one that is dropped slower than
+# another; and no more turns are taken where with so much confidence nothing is left to win.
 CONFIDENCE, DROPPED, FUTILE = 0.995, 0.99, 0.95
 # After the glances: slower than the best by more than this is out, whatever the noise.
 HOPELESS = 0.10
@@ -274,7 +275,7 @@ class _Race:
         is_sure = gain.low > 0
         chosen = rival if is_sure else 0
         others = sorted((measured[place] for place in everyone if place != chosen), key=lambda one: one.step_s)
-        bounds = (gain.middle, gain.low, gain.high)
+        bounds = (_part(gain.middle), _part(gain.low), _part(gain.high))
         return [measured[chosen], *others], Comparison(
             self.turns, CONFIDENCE, measured[rival].name, *bounds, is_sure=is_sure
         )
@@ -328,7 +329,7 @@ class _Race:
         return min(1.0, max(0.0, products / squares))
 
     def _change_forward(self, by_plan: Mapping[int, Sequence[AgreedSteps]]) -> bool:
-        """Say whether forward passes are longer with some plan than with torch's own buckets, beyond noise."""
+        """Say whether forward passes are longer with some plan than with the buckets in force, beyond noise."""
         for place in by_plan:
             pairs = [turn for turn in self._turns if place in turn and 0 in turn]
             differences = [_forward_level(turn[place]) - _forward_level(turn[0]) for turn in pairs]
@@ -379,12 +380,21 @@ def _interval(values: Sequence[float], confidence: float) -> _Interval:
     return _Interval(mean, mean - half, mean + half)
 
 
+def _part(logarithm: float) -> float:
+    """Return by which part a step is shorter whose logarithm is less by so much."""
+    return logarithm if math.isinf(logarithm) else -math.expm1(-max(logarithm, -100.0))
+
+
 def t_quantile(confidence: float, freedom: int) -> float:
-    """Return the quantile of Student's t, by the expansion of Cornish and Fisher; within 4 % from 3 degrees on.
+    """Return the quantile of Student's t, by the expansion of Cornish and Fisher.
+
+    It is exact for 2 degrees of freedom, and within 4 % from 3 on.
 
     >>> [round(t_quantile(0.995, freedom), 2) for freedom in (4, 10, 30)]  # tables: 4.60, 3.17, 2.75
     [4.55, 3.17, 2.75]
     """
+    if freedom == 2:
+        return (2 * confidence - 1) / math.sqrt(2 * confidence * (1 - confidence))
     z = NormalDist().inv_cdf(confidence)
     terms = (
         (z**3 + z) / 4,

@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,7 +49,7 @@ __all__ = ["IN_JOIN", "DistributedDataParallel"]
 
 PlanLike = MergePlan | str | os.PathLike[str]
 
-_NUMBERS = count()
+_NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(count)  # of models, by group
 IN_JOIN = "the model is trained inside join(), where ranks that ran out of data do not answer"
 _TO_BEGIN = Tuning("working", "not begun")  # of a model that is being made and shall tune itself
 
@@ -78,8 +78,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             tuned: also the way to runs that repeat bitwise (``model.plan.save(path)`` on one rank keeps it).
         tune: with False, and without a plan, this is torch's class and nothing else: no hook, nothing observed.
         tune_steps: how many steps plans may be compared in, at most; a clear difference takes a fraction of that.
-        retune_steps: how many steps may be spent, over the whole run, on looking again when steps have changed for
-            long; 0 to never look again.
+        retune_steps: about how many steps may be spent, over the whole run, on looking again when steps have changed
+            for long (the last time may take some 100 more); 0 to never look again.
         **kwargs: as torch's class takes them.
 
     Raises:
@@ -89,6 +89,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     _handle: ReducerHandle | None = None
     _observer: Observer | Tuner | None = None
     _drift: Drift | None = None
+    _settled: Tuning | None = None  # what the tuner found when it settled last
+    _builtin_hook: Any = None  # that was registered
     _explaining: Any = None  # what `mgwfbp.explain` returned, until it has ended
 
     def __init__(
@@ -105,7 +107,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
         self._tuning = Tuning("off", reason) if reason else _TO_BEGIN
         self._plan: MergePlan | None = None
-        self._number = next(_NUMBERS)  # the same on all ranks: they wrap models of one group in one order
         self._tune_steps, self._retune_steps = tune_steps, retune_steps
         self.is_compiled = False  # whether a graph was compiled inside the forward pass
         self._absent = missing() if plan is not None or tune else ()
@@ -113,6 +114,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # Torch's warnings name the line that calls its constructor: it shall be the user's.
         _call_from_user_line(partial(super().__init__, module, *args, **kwargs))
         self._asked_for = None
+        # The same on all ranks: they wrap the models of one group in one order.
+        self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
         if plan is not None or tune:
             self._begin(plan_was_given=plan is not None)
 
@@ -158,7 +161,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             handle.set_buckets(_buckets_of(self._plan, handle))
         follow_plans()
         if self._tuning == _TO_BEGIN:
-            self._start_tuner()
+            self._start_tuner(self._settled)
         self._strides = StrideWatch(self, handle)
 
     @property
@@ -167,13 +170,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         None only where there are no buckets (``tuning`` says why).
         """
-        if self._plan is not None:
-            return self._plan
+        handle, plan = self._handle, self._plan
+        if plan is not None and (handle is None or handle.given in (None, _buckets_of(plan, handle))):
+            return plan
         if missing() or cannot_hold(self):
             return None
-        handle = self._handle or ReducerHandle(self)  # of a model that is torch's alone: only for this question
+        handle = handle or ReducerHandle(self)  # of a model that is torch's alone: only for this question
         groups = tuple(tuple(handle.names[place] for place in bucket) for bucket in handle.buckets())
-        return MergePlan(type(self.module).__name__, "ddp", groups)
+        is_tried = handle.given is not None and isinstance(self._observer, Tuner)
+        return MergePlan(type(self.module).__name__, "on trial" if is_tried else "ddp", groups)
 
     @property
     def tuning(self) -> Tuning:
@@ -296,7 +301,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 self._stop_tuning("the model was captured in a CUDA graph, whose buckets cannot change")
             else:
                 observer.before_forward()
-        elif drift is not None and self.require_backward_grad_sync and torch.is_grad_enabled() and self.training:
+        # Also in observed steps: one rank alone may observe. `explain` works on all.
+        syncs = self.require_backward_grad_sync and torch.is_grad_enabled() and self.training
+        if drift is not None and syncs and self._explaining is None:
             drift.before_step()
         return super()._pre_forward(*inputs, **kwargs)
 
@@ -329,13 +336,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return "" if self._handle is None else unfit_for_tuning(self, self._handle)
 
     def _tuner_has_ended(self, tuning: Tuning) -> None:
-        spent = self._tuning.steps if tuning.retuned else 0
-        self._observer, self._tuning = None, replace(tuning, steps=tuning.steps + spent)
-        self._plan = tuning.plan or self._plan
-        self._retune_steps -= tuning.steps if tuning.retuned else 0
-        if tuning.state == "settled" and self._retune_steps > 0:
-            self._watch_drift(tuning)
+        self._observer, self._tuning = None, tuning
+        self._charge(tuning)
+        if tuning.state == "settled":
+            self._plan, self._settled = tuning.plan, tuning
+            if self._retune_steps > 0:
+                self._watch_drift(tuning)
         self._begin_explaining()
+
+    def _charge(self, tuning: Tuning) -> None:
+        """Count the steps of looking again."""
+        if self._settled is not None:
+            self._retune_steps -= tuning.steps - self._settled.steps
 
     def _begin_explaining(self) -> None:
         """Let `explain` begin, which waits for the tuner; on all ranks after the same reduction."""
@@ -347,18 +359,24 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         collectives, store = collectives_of(group), store_of(group, f"{self._number}/{tuning.retuned}")
         if collectives is not None and store is not None:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
-            self._drift = Drift(store, rank, world, collectives, weakly(self._look_again))
+            wait = clock_for(self.device).wait
+            self._drift = Drift(store, rank, world, collectives, weakly(self._look_again), wait=wait)
 
     def _look_again(self) -> None:
         self._drift = None
-        self._start_tuner(self._tuning)
+        if isinstance(self._observer, Observer):
+            self._stop_observing(self._observer)  # one rank alone may observe; tuning begins on all
+        self._start_tuner(self._settled)
 
     def _stop_tuning(self, reason: str, *, restore: bool = False) -> None:
-        self._drift = None
+        was_watched, self._drift = self._drift is not None, None
         if isinstance(self._observer, Tuner):
             tuning = self._observer.stop(reason, restore=restore)
             self._observer, self._tuning = None, tuning
+            self._charge(tuning)
             self._begin_explaining()
+        elif was_watched:
+            self._tuning = replace(self._tuning, problem=f"steps are no longer watched: {reason}")
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer."""
@@ -372,7 +390,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Train with uneven inputs as torch does. After the block, tuning goes on."""
+        """Train with uneven inputs as torch does. After the block tuning that had not ended begins again."""
         before = self._join_config
         with super().join(*args, **kwargs) as inside:
             yield inside
@@ -380,7 +398,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             # Torch leaves it set, and would go on asking ranks that are no longer there.
             self._join_config = before
             if self._tuning.reason == IN_JOIN:
-                self._start_tuner()
+                self._start_tuner(self._settled)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as torch does."""
@@ -390,13 +408,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         super()._register_builtin_comm_hook(comm_hook_type)
+        self._builtin_hook = comm_hook_type
         if self._handle is not None:
-            self._handle.builtin_hook = comm_hook_type
             self._handle.hook_was_registered()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)  # after which torch makes its own buckets again
-        self._stop_tuning("the process group was changed")
+        self._stop_tuning("the process group was changed", restore=True)
         if self._handle is not None:
             self._handle.set_buckets(self._handle.given)
 
@@ -411,6 +429,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         state["_forward_pre_hooks"] = OrderedDict(
             (key, hook) for key, hook in state["_forward_pre_hooks"].items() if not _is_ours(hook)
         )
+        state["_retune_steps"] = 0  # its place in the group's store is the original's
         if isinstance(self._observer, Tuner):
             state["_tuning"] = _TO_BEGIN
         for name in ("_handle", "_observer", "_drift", "_strides", "_explaining"):

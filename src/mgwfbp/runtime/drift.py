@@ -2,7 +2,9 @@
 
 [Note: how ranks begin again]
 While nothing happens each rank reads a clock when a step begins, and asks the group's store every `ASK_EVERY` steps
-whether rank 0 calls. Nothing else: no hook, no message, no wait. Only rank 0 judges; steps are as long on all.
+whether rank 0 calls. Nothing else: no hook, no message, no wait. Only rank 0 judges; steps are as long on all. While
+ranks tally, each waits for its GPU when a step begins: a host may be many steps ahead of that, but no rank is more than
+one reduction ahead of another.
 
 Tuning must begin on all ranks after the same reduction, and once settled nobody counts reductions. But every group
 counts its collectives, and where all ranks call the same ones, as they must, these counts agree step by step. So when
@@ -80,6 +82,7 @@ class Drift:
         count: returns how many collectives the group has called.
         begin: called on all ranks when the same step begins.
         clock: seconds.
+        wait: returns when the device has done what it was given.
     """
 
     def __init__(
@@ -90,9 +93,10 @@ class Drift:
         count: Callable[[], int],
         begin: Callable[[], object],
         clock: Callable[[], float] = time.perf_counter,
+        wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._rank, self._world, self._count, self._begin = store, rank, world, count, begin
-        self._clock = clock
+        self._clock, self._wait = clock, wait
         self._since = count()  # at the same reduction on all ranks
         self._lengths = StepLengths()
         self._last_s: float | None = None
@@ -107,29 +111,39 @@ class Drift:
         now_s, last_s = self._clock(), self._last_s
         self._last_s = now_s
         self._steps += 1
+        try:
+            is_due = self._look(None if last_s is None else now_s - last_s)
+        except RuntimeError as error:  # of the store: watching ends, training does not
+            self._phase, self.problem, is_due = "ended", f"the group's store does not answer: {error}", False
+        if is_due:
+            self._begin()
+
+    def _look(self, length_s: float | None) -> bool:
+        """Judge the last step, and say whether tuning begins with this one."""
         if self._phase == "watching":
-            if self._rank == 0 and last_s is not None and self._called_at is None and self._lengths.add(now_s - last_s):
+            if self._rank == 0 and length_s is not None and self._called_at is None and self._lengths.add(length_s):
                 self._called_at = self._steps
                 self._store.set("call", "yes")
             if self._steps % ASK_EVERY == 0 and self._store.check(["call"]):
                 self._phase = "tallying"
-        if self._phase == "tallying":
-            self._tally()
+        return self._phase == "tallying" and self._tally()
 
-    def _tally(self) -> None:
+    def _tally(self) -> bool:
+        self._wait()
         place = (self._count() - self._since, self._steps)
         self._places.append(place)
         self._store.add(_key(place), 1)
         if self._rank == 0 and not self._store.check(["answer"]):
             self._answer(*place)
         if not self._store.check(["answer"]):
-            return
+            return False
         answer = self._store.get("answer").decode()
         if answer == "no":
             self._phase, self.problem = "ended", "steps have changed, but ranks count their messages differently"
         elif place[0] >= int(answer):
             self._phase = "ended"
-            self._begin()
+            return True
+        return False
 
     def _answer(self, count: int, steps: int) -> None:
         """As rank 0, name the place at which all begin, once all were at the same ones; or take the call back."""

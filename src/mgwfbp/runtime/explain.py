@@ -64,9 +64,9 @@ def explain(
 
     After 5 steps to warm up, ``steps`` steps are observed: loading data, forward and backward pass, communication,
     waiting for slower ranks, the optimizer. A step is one whose gradients are averaged. Then all ranks tell one another
-    what they saw and send messages of several sizes for about a second; rank 0 writes the page and one record of level
-    INFO of the logger ``mgwfbp``; and everything is taken off the model. Nothing waits meanwhile, and what is computed
-    does not change. A failure is a warning of that logger on all ranks; training goes on.
+    what they saw and send messages of several sizes for about half a second; rank 0 writes the page and one record of
+    level INFO of the logger ``mgwfbp``; and everything is taken off the model. Nothing waits meanwhile, and what is
+    computed does not change. A failure is a warning of that logger on all ranks; training goes on.
 
     Where messages cannot be observed (a communication hook sends them, gradients are sparse, this torch lacks
     something) the parts are reported all the same, steps of the optimizer are counted, and no buckets are predicted.
@@ -194,6 +194,8 @@ class Explaining:
 
     def begin(self) -> None:
         """Begin to observe, between two steps and on all ranks after the same one; our class calls it."""
+        if self._has_begun:
+            return
         model: Any = self._model()
         self._has_begun = True
         if self._is_ours:

@@ -235,14 +235,14 @@ def _observed(hook: Any, on_message: OnMessage) -> Any:
     """Return a communication hook whose messages are observed."""
 
     @wraps(hook)
-    def told(state: object, bucket: Any) -> Any:
+    def observed(state: object, bucket: Any) -> Any:
         follow = on_message(bucket.buffer())
         future = hook(state, bucket)
         if follow is not None:
             follow(future)
         return future
 
-    return told
+    return observed
 
 
 class _NoZeros(TorchDispatchMode):
@@ -327,7 +327,6 @@ class ReducerHandle(Parameters):
         self._shows_old = False  # whether a hook would be shown the parameters of earlier buckets
         self._on_message: OnMessage | None = None
         self._observed_group: Any = None  # the process group while messages are observed; C++ alone would not keep it
-        self.builtin_hook: Any = None  # what the model registered
         self.sample_rate: int | None = None
         self.was_joined = False  # whether it was trained under join, which torch's statistics say
 
@@ -345,6 +344,11 @@ class ReducerHandle(Parameters):
         if getattr(self.ddp, "mixed_precision", None) is not None:
             return "with mixed_precision torch sends wrong gradients in the first step of every Reducer"
         return ""
+
+    @property
+    def builtin_hook(self) -> Any:
+        """The hook of torch's own in C++ that our class was given; torch's class does not say."""
+        return getattr(self.ddp, "_builtin_hook", None)
 
     @property
     def has_hooks(self) -> bool:

@@ -7,8 +7,8 @@ so many steps, and reduce what they observed. All of this happens at the end of 
 which every rank is known to be at the same place ([Note: a step] in ``observe.py``).
 
 Whatever fails on a rank, the others are told at the next such moment, before anybody waits: then all ranks go back to
-torch's own buckets, tuning is off and says why, and training goes on. A plan counts as taken only when every rank has
-said that it has taken it.
+the buckets that were in force when tuning began, tuning is off and says why, and training goes on. A plan counts as
+taken only when every rank has said that it has taken it.
 """
 
 import json
@@ -58,7 +58,7 @@ class _Progress:
     """What the tuner says of itself while it works."""
 
     doing: str = "warming up"
-    default: Buckets | None = None  # torch's own, once they are known
+    in_force: Buckets | None = None  # when it began, once they are known: torch's own, or an earlier plan's
 
 
 class Tuner:
@@ -78,7 +78,8 @@ class Tuner:
         self._reducer, self._group, self._unfit, self._on_end = reducer, group, unfit, on_end
         self.device = reducer.parameters[0].device
         self._progress = _Progress()
-        self._steps, self._spent_s, self._retuned = 0, 0.0, before.retuned + 1 if before else 0
+        self._steps, self._spent_s = (before.steps, before.spent_s) if before else (0, 0.0)
+        self._retuned = before.retuned + 1 if before else 0
         self._silent_forwards = 0
         self.observer = Observer(reducer, clock_for(self.device), weakly(self._step_has_ended))
         self._script = _tune(reducer, self.observer, kinds, group, unfit, self._progress, limits or Limits(), before)
@@ -107,11 +108,11 @@ class Tuner:
         self.observer.after_forward()
 
     def stop(self, reason: str, *, restore: bool = False) -> Tuning:
-        """End without a result and leave nothing behind; with ``restore`` with torch's own buckets."""
+        """End without a result and leave nothing behind; with ``restore`` with the buckets that it began with."""
         self._script.close()
         self.observer.stop()
-        if restore and self._progress.default is not None:
-            self._reducer.set_buckets(self._progress.default)
+        if restore and self._progress.in_force is not None:
+            self._reducer.set_buckets(self._progress.in_force)
         return replace(self.tuning, state="off", reason=reason)
 
     def _step_has_ended(self) -> None:
@@ -190,7 +191,7 @@ def _tune(
         observer.take()
         if reason := unfit():
             raise _EndError(reason)
-        held = progress.default = reducer.buckets()
+        held = progress.in_force = reducer.buckets()
         groups = tuple(tuple(reducer.names[place] for place in bucket) for bucket in held)
         in_force = before.plan if before else None
         default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)

@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How sure it is which plan is faster; gains are parts of the step with torch's own buckets."""
+    """How sure it is which plan is faster; gains are parts of the step with the buckets in force before."""
 
     turns: int
     confidence: float  # of each bound of the gain, one-sided
