@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp
 from mgwfbp import DistributedDataParallel, MeasureError
-from mgwfbp.runtime.reducer import _ObservedGroup
+from mgwfbp.runtime.stand_ins import ObservedGroup
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse
 from tests.runtime.tuner_ranks import tuned, vectors
@@ -66,7 +66,7 @@ def hooks_of(model: Any, optimizer: Any) -> dict[str, Any]:
         "module": [len(hooks) for hooks in (model.module._forward_pre_hooks, model.module._forward_hooks)],
         "optimizer": [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)],
         "parameters": [one._backward_hooks is None for one in model.parameters()],
-        "group": sum(isinstance(one, _ObservedGroup) for one in gc.get_objects()),
+        "group": sum(isinstance(one, ObservedGroup) for one in gc.get_objects()),
         "attributes": sorted(name for name, value in vars(model).items() if value is not None),
     }
 

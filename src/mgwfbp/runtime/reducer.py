@@ -15,12 +15,11 @@ So there are two ways to give it others:
   would remember nonsense). The latter gets ours in place when its second step begins.
 """
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -29,13 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgwfbp.errors import PlanError
+from mgwfbp.runtime.stand_ins import FreesFirst, NoZeros, ObservedGroup, OnMessage, Script, observed
 
 __all__ = [
     "Buckets",
-    "OnMessage",
     "Parameters",
     "ReducerHandle",
     "cannot_hold",
@@ -47,8 +45,6 @@ __all__ = [
 ]
 
 Buckets = list[list[int]]  # indices into the Reducer's parameters, one list per message, in the order of sending
-# Told each message before it is sent; returns what shall be called with its future, if anything.
-OnMessage = Callable[[Tensor], Callable[[Any], None] | None]
 
 # What is used here, by owner. Newer settings are looked for where they are used.
 _NEEDED = {
@@ -76,9 +72,8 @@ _NEEDED = {
     "torch._C._distributed_c10d": ("_create_work_from_future",),
 }
 
-# Looked up, not named: on a torch without them this module can still say what is missing.
+# Looked up, not named: on a torch without it this module can still say what is missing.
 _c10d: Any = dist
-_StockGroup: Any = getattr(dist, "ProcessGroup", object)
 
 # One at a time: two threads that put a name aside and back would leave each other's there.
 _LOCK = threading.Lock()
@@ -162,7 +157,7 @@ def _misbehaviour() -> tuple[str, ...]:
     wanted = [[floats[2], floats[0]], doubles, [floats[1]]]
     try:
         for unused in (False, True):
-            toy = DistributedDataParallel(Toy(), process_group=_Script(), find_unused_parameters=unused, **_QUIET)
+            toy = DistributedDataParallel(Toy(), process_group=Script(), find_unused_parameters=unused, **_QUIET)
             handle = ReducerHandle(toy)
             for buckets in (wanted, wanted[::-1]):
                 handle.set_buckets(buckets)
@@ -171,111 +166,6 @@ def _misbehaviour() -> tuple[str, ...]:
     except Exception as error:  # whatever torch does here, the user's training must go on
         return (f"a Reducer that takes buckets ({type(error).__name__}: {str(error).partition(chr(10))[0]})",)
     return ()
-
-
-class _Script(_StockGroup):  # type: ignore[misc]
-    """A process group of one that answers broadcasts from a script, and all else by doing nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-        self.answers: list[list[int]] = []
-
-    def broadcast(self, tensors: list[Tensor], _: object = None) -> Any:
-        """Write the next answer into the tensor, if there is one."""
-        if self.answers:
-            tensors[0].copy_(torch.tensor(self.answers.pop(0), dtype=tensors[0].dtype))
-        return self._done(tensors)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: object = None) -> Any:
-        """Gather from this rank alone."""
-        for output, one in zip(outputs, inputs, strict=True):
-            output[0].copy_(one)
-        return self._done(outputs)
-
-    def _done(self, result: Any) -> Any:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(result)
-        return torch._C._distributed_c10d._create_work_from_future(future)
-
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """Say what the log shall call this group."""
-        return "script"
-
-
-class _ObservedGroup(_StockGroup):  # type: ignore[misc]
-    """The process group of a Reducer, whose all-reduces are observed.
-
-    A compiled model calls it from the Reducer; torch would try to compile what it does, and fail.
-    """
-
-    def __init__(self, group: Any, on_message: OnMessage) -> None:
-        super().__init__(group.rank(), group.size())
-        self._group, self._on_message = group, on_message
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
-        """Send, and tell."""
-        follow = self._on_message(tensors[0])
-        work = self._group.allreduce(tensors, *options)
-        if follow is not None:
-            follow(work.get_future())
-        return work
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def broadcast(self, *arguments: Any) -> Any:
-        """Send: it is no message of a step."""
-        return self._group.broadcast(*arguments)
-
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """Say what the real group says."""
-        return str(self._group.name())
-
-
-def _observed(hook: Any, on_message: OnMessage) -> Any:
-    """Return a communication hook whose messages are observed."""
-
-    @wraps(hook)
-    def observed(state: object, bucket: Any) -> Any:
-        follow = on_message(bucket.buffer())
-        future = hook(state, bucket)
-        if follow is not None:
-            follow(future)
-        return future
-
-    return observed
-
-
-class _NoZeros(TorchDispatchMode):
-    """Lets the Reducer list its buckets without allocating as many zeros: it gets back what it has."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.zeros_like:
-            return args[0].detach()
-        return func(*args, **(kwargs or {}))
-
-
-class _FreesFirst(TorchDispatchMode):
-    """Gives memory that is free back to the system before the first new bucket is allocated.
-
-    By then the Reducer has freed its old buckets. Allocators keep what was freed, and blocks that new buckets do not
-    fit into would come on top of these: one more set of gradients.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device, self._has_freed = device, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # Tensors of whole numbers hold indices.
-        is_bucket = func.overloadpacket is torch.ops.aten.empty and kwargs["dtype"].is_floating_point
-        if is_bucket and not self._has_freed:
-            self._has_freed = True
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
-                trim(0)
-        return func(*args, **kwargs)
 
 
 # Arguments that keep a toy model from talking to other ranks, as far as this torch has them.
@@ -321,7 +211,7 @@ class ReducerHandle(Parameters):
         super().__init__(ddp)
         self._weak = weakref.ref(ddp)
         self._debug_names = ddp._build_debug_param_to_name_mapping(self.parameters)
-        self._script = _Script()
+        self._script = Script()
         self.given: Buckets | None = None  # what we gave the Reducer; None: torch's own
         self.is_due = False  # whether they must be given in place when the next step begins
         self._shows_old = False  # whether a hook would be shown the parameters of earlier buckets
@@ -383,13 +273,13 @@ class ReducerHandle(Parameters):
         if self.given is not None:
             return self.given
         places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        with _NoZeros():
+        with NoZeros():
             held = self.ddp.reducer._get_zeros_like_grad_buckets()
         return [[places[id(parameter)] for parameter in bucket.parameters()] for bucket in held]
 
     def held_sizes(self) -> list[int]:
         """Return how many bytes each bucket has that the Reducer really holds; dense ones only."""
-        with _NoZeros():
+        with NoZeros():
             return [bucket.buffer().nbytes for bucket in self.ddp.reducer._get_zeros_like_grad_buckets()]
 
     def set_buckets(self, buckets: Buckets | None) -> None:
@@ -439,7 +329,7 @@ class ReducerHandle(Parameters):
         reducer._push_all_rebuilt_params()
         reducer._update_process_group(self._script)
         try:
-            with _FreesFirst(self.parameters[0].device):
+            with FreesFirst(self.parameters[0].device):
                 has_rebuilt = reducer._rebuild_buckets()
         finally:
             self._script.answers = []
@@ -464,7 +354,7 @@ class ReducerHandle(Parameters):
     def _connect(self) -> None:
         ddp = self.ddp
         if self._on_message is not None:
-            self._observed_group = _ObservedGroup(ddp.process_group, self._on_message)
+            self._observed_group = ObservedGroup(ddp.process_group, self._on_message)
             ddp.reducer._update_process_group(self._observed_group)
         elif self._observed_group is not None:
             ddp.reducer._update_process_group(ddp.process_group)
@@ -518,7 +408,7 @@ class ReducerHandle(Parameters):
         for hook, state in ddp._comm_hooks:
             logger._set_comm_hook_name(hook.__qualname__)
             _c10d._register_comm_hook(
-                reducer, state, hook if self._on_message is None else _observed(hook, self._on_message)
+                reducer, state, hook if self._on_message is None else observed(hook, self._on_message)
             )
         if self.builtin_hook is not None:
             DistributedDataParallel._register_builtin_comm_hook(ddp, self.builtin_hook)
