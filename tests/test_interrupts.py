@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project
 SCRIPT = ("-c", f"import sys\nfrom {MODULE} import {FUNCTION}\nsys.exit({FUNCTION}())")
 # Half a minute of work, so that it is not over before the signal comes.
 LONG = ("simulate", "--trace", "resnet50-k80-b32", "--network", "1gbe", "--workers", "4096", "--jitter", "0.1")
-
-
-@pytest.fixture(autouse=True)
-def _interrupts_are_not_ignored() -> Iterator[None]:
-    """A shell starts what runs in the background with interrupts ignored, and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(delay_s: float, *arguments: str, whole_group: bool = False) -> tuple[int, str]:

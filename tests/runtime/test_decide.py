@@ -15,7 +15,7 @@ from tests.runtime.worlds import World, random_world, tune_in
 pytestmark = pytest.mark.timeout(300)  # of much arithmetic on cores that may be shared
 
 # All 500 seeds are run by benchmarks/decisions.py.
-SEEDS = range(24)
+SEEDS = range(12)
 
 
 def test_no_plan_is_kept_that_is_truly_slower_than_torchs_and_nearly_all_are_near_the_best() -> None:
