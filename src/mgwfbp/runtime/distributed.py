@@ -302,8 +302,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             else:
                 observer.before_forward()
         # Also in observed steps: one rank alone may observe. `explain` works on all.
-        syncs = self.require_backward_grad_sync and torch.is_grad_enabled() and self.training
-        if drift is not None and syncs and self._explaining is None:
+        averages = self.require_backward_grad_sync and self.training
+        if drift is not None and self._explaining is None and averages and torch.is_grad_enabled():
             drift.before_step()
         return super()._pre_forward(*inputs, **kwargs)
 
