@@ -34,6 +34,7 @@ __all__ = [
     "problem_of",
     "reduce_values",
     "together",
+    "try_together",
 ]
 
 T = TypeVar("T")
@@ -100,20 +101,28 @@ def problem_of(error: BaseException) -> str:
     return f"{'' if isinstance(error, MgwfbpError) else f'{type(error).__name__}: '}{first_line(error)}"
 
 
-def together(work: Callable[[], T], group: Group = None) -> T:
-    """Do local work on every rank; where it fails on one, fail on all, so that nobody waits for the one that failed.
+def try_together(work: Callable[[], T], group: Group = None) -> tuple[T, tuple[int, str] | None, Exception | None]:
+    """Do local work on every rank; return its result, the first rank that failed and why, and this rank's own error.
 
-    The work itself must not wait for other ranks.
+    The work itself must not wait for other ranks. Where a rank failed, the result is not to be used.
     """
     problem, caught, result = "", None, None
     try:
         result = work()
     except Exception as error:  # whatever it is, the other ranks must be told
         problem, caught = problem_of(error), error
-    failed = first_problem(problem, group)
+    return result, first_problem(problem, group), caught  # type: ignore[return-value]  # a T unless a rank failed
+
+
+def together(work: Callable[[], T], group: Group = None) -> T:
+    """Do local work on every rank; where it fails on one, fail on all, so that nobody waits for the one that failed.
+
+    The work itself must not wait for other ranks.
+    """
+    result, failed, caught = try_together(work, group)
     if failed is not None:
         raise MeasureError(f"rank {failed[0]} failed: {failed[1]}") from caught
-    return result  # type: ignore[return-value]  # the work returned, or we raised
+    return result
 
 
 def agree_on_trace(trace: ModelTrace, group: Group = None) -> ModelTrace:

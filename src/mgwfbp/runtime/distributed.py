@@ -2,14 +2,12 @@
 
 import inspect
 import os
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,6 +41,7 @@ from mgwfbp.runtime.reducer import (
 from mgwfbp.runtime.strides import StrideWatch
 from mgwfbp.runtime.tuner import Tuner
 from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.runtime.user_line import call_from_user_line, warn_user
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["IN_JOIN", "DistributedDataParallel"]
@@ -112,7 +111,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._absent = missing() if plan is not None or tune else ()
         self._asked_for: Callable[[], None] | None = partial(self._agree_on_plan, plan, given)
         # Torch's warnings name the line that calls its constructor: it shall be the user's.
-        _call_from_user_line(partial(super().__init__, module, *args, **kwargs))
+        call_from_user_line(partial(super().__init__, module, *args, **kwargs))
         self._asked_for = None
         # The same on all ranks: they wrap the models of one group in one order.
         self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
@@ -149,9 +148,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             cannot = f"torch {torch.__version__} lacks {', '.join(self._absent)}"
         if cannot:
             if plan_was_given:
-                _warn(f"the plan is not used and DDP's own buckets are: {cannot}")
+                warn_user(f"the plan is not used and DDP's own buckets are: {cannot}")
             elif self._absent:
-                _warn(f"nothing is tuned and DDP's own buckets are used: {cannot}")
+                warn_user(f"nothing is tuned and DDP's own buckets are used: {cannot}")
             self._plan = None
             if self._tuning == _TO_BEGIN:
                 self._tuning = Tuning("off", cannot)
@@ -266,7 +265,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise PlanError("the plan cannot be changed inside join(), where ranks that ran out of data do not answer")
         if absent := missing():
             if plan is not None:
-                _warn(f"the plan is not used and DDP's own buckets are: torch {torch.__version__} lacks {absent[0]}")
+                warn_user(
+                    f"the plan is not used and DDP's own buckets are: torch {torch.__version__} lacks {absent[0]}"
+                )
             return
         if cannot := cannot_hold(self):
             raise PlanError(f"no plan can be held: {cannot}")
@@ -444,7 +445,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # The Reducer of a copy has those parameters that require gradients now.
         if self._plan is not None and set(self._plan.layer_names) != set(Parameters(self).names):
             self._plan = None
-            _warn(
+            warn_user(
                 "the plan is not used and DDP's own buckets are: it is a copy's, and parameters were frozen or thawed "
                 "since the plan was made"
             )
@@ -467,36 +468,3 @@ def _buckets_of(plan: MergePlan, handle: ReducerHandle) -> Buckets:
 
 def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("mgwfbp.")
-
-
-def _warn(text: str) -> None:
-    """Warn the line of the user's that made the model."""
-    warnings.warn(text, RuntimeWarning, stacklevel=_levels_to_user())
-
-
-def _levels_to_user() -> int:
-    """Return how many frames lie between the caller and code that is neither ours nor torch's."""
-    levels, frame = 1, inspect.currentframe()
-    frame = frame.f_back if frame is not None else None
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mgwfbp", "torch"):
-        levels, frame = levels + 1, frame.f_back
-    return levels
-
-
-def _call_from_user_line(call: Callable[[], None]) -> None:
-    """Call something as if the user's line did: warnings that blame their caller name it, and its filters count.
-
-    Not by catching and repeating warnings: filters belong to all threads, and one that makes an error of a warning must
-    do so where torch warns, before any rank waits for another.
-    """
-    frame = inspect.currentframe()
-    for _ in range(_levels_to_user() - 1):
-        frame = frame.f_back if frame is not None else None
-    if frame is None:
-        call()
-    else:
-        place = _CALL.__code__.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
-        FunctionType(place, frame.f_globals)(call)
-
-
-_CALL = lambda call: call()  # noqa: E731 - on one line, which is then the user's

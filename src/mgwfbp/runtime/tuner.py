@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mgwfbp.cost import PiecewiseCost, cost_from_json
 from mgwfbp.errors import MgwfbpError
-from mgwfbp.measure.agreement import broadcast_text, first_problem, on_device, problem_of
+from mgwfbp.measure.agreement import broadcast_text, on_device, problem_of, try_together
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.decide import Limits, Note, Seen, Turn, Verdict, decide
@@ -219,15 +219,10 @@ def _tune(
 
 def _together(work: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Do local work on every rank; where it fails on one, tuning ends on all."""
-    problem, result = "", None
-    try:
-        result = work()
-    except Exception as error:  # whatever it is, the other ranks must be told
-        problem = problem_of(error)
-    failed = first_problem(problem, group)
+    result, failed, _ = try_together(work, group)
     if failed is not None:
         raise _EndError(failed[1])
-    return result  # type: ignore[return-value]  # the work returned, or we raised
+    return result
 
 
 def _ask(leader: Generator[Turn, Seen, Verdict], seen: Seen | None) -> str:
