@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mgwfbp.report.explanation import PARTS
+from mgwfbp.report.explanation import PARTS, TRUSTED
 from tests.runtime.explain_ranks import ENOUGH, NAP_S, STEPS
 from tests.runtime.launch import run_ranks
 
@@ -63,11 +63,14 @@ def test_all_ranks_get_one_result_and_rank_0_says_it_in_one_record_and_writes_th
     assert "(measured, 2 ranks, mean of 3 steps)" in words
 
 
-def test_the_page_holds_the_answer_the_advice_and_the_predictions(two_ranks: list[Any]) -> None:
-    page, printed = two_ranks[0]["plain"]["stock"]["page"], two_ranks[0]["plain"]["stock"]["printed"]
+def test_the_page_holds_the_answer_the_advice_and_predictions_where_they_are_near_enough(two_ranks: list[Any]) -> None:
+    told = two_ranks[0]["plain"]["stock"]
+    page, printed = told["page"], told["printed"]
     assert printed.partition(" ")[2].split(";")[0] in page
-    for words in ("Exposed communication is", "bucket_cap_mb=25", "optimal", "predicted", "rank 1", "layers.0.weight"):
+    for words in ("Exposed communication is", "rank 1", "layers.0.weight"):
         assert words in page
+    # How near they are is up to the machine and what else runs on it.
+    assert ("bucket_cap_mb=25" in page) == (abs(told["result"]["error"]) <= TRUSTED)
 
 
 @pytest.mark.parametrize("wrapper", ["stock", "ours"])

@@ -15,7 +15,7 @@ from mgwfbp.report.words import TRUSTED
 from mgwfbp.timeline import Timeline
 from mgwfbp.units import format_seconds, plural, quote
 
-__all__ = ["OWN", "PARTS", "Choice", "Explanation", "RankParts", "Wrapper", "advise"]
+__all__ = ["OWN", "PARTS", "TRUSTED", "Choice", "Explanation", "RankParts", "Wrapper", "advise"]
 
 # The parts of a step, in the order in which they come: what they are called, and what they contain.
 PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
