@@ -185,6 +185,7 @@ def scaled(cost: KnownCost, *, startup: float = 1.0, per_byte: float = 1.0, work
     workers in place of n they are those of a ring (Table II): :math:`(N-1)/(n-1)` and :math:`(N-1)n/(N(n-1))` times.
     What messages take from the computation stays.
 
+    >>> from mgwfbp.cost import PiecewiseCost
     >>> scaled(PiecewiseCost(2, ((0, 1.0), (10, 3.0))), startup=0.5, per_byte=2)(10)
     4.5
     >>> scaled(LinearCost(2, 1.0, 0.5), workers=4)
@@ -213,6 +214,7 @@ def faster_bandwidth(cost: KnownCost, times: float = 2.0) -> KnownCost:
 def no_startup(cost: KnownCost) -> KnownCost:
     """Return the cost without what a message of no bytes takes.
 
+    >>> from mgwfbp.cost import PiecewiseCost
     >>> no_startup(PiecewiseCost(2, ((0, 1.0), (10, 3.0))))(10)
     2.0
     """
