@@ -88,8 +88,15 @@ class Timeline(Record):
         return (
             f"Timeline({quote(self.model)} by {quote(self.planner)}, {plural(self.workers, 'worker')}: "
             f"{format_seconds(self.iteration_s)} in {plural(len(self.messages), 'message')}, "
-            f"{format_seconds(self.exposed_s)} exposed)"
+            f"{format_seconds(self.exposed_s)} exposed{self._taken_words})"
         )
+
+    @property
+    def _taken_words(self) -> str:
+        """What messages took, where it is something beyond rounding."""
+        if self.taken_s <= 1e-9 * self.compute_s:
+            return ""
+        return f", {format_seconds(self.taken_s)} taken from the computation"
 
     @property
     def compute_s(self) -> float:
