@@ -42,8 +42,9 @@ class Accelerator(accelerate.Accelerator):
         """Make one of these of an Accelerator that another library has made, in place."""
         if type(accelerator) is not accelerate.Accelerator:
             raise StrategyError(
-                f"the accelerator is a {type(accelerator).__name__}, expected accelerate.Accelerator: its way to wrap "
-                "models is its own; let that one use mgwfbp.DistributedDataParallel"
+                f"the accelerator is no plain accelerate.Accelerator but {type(accelerator).__module__}."
+                f"{type(accelerator).__name__}, which may wrap models its own way: let that use "
+                "mgwfbp.DistributedDataParallel"
             )
         accelerator.__class__ = cls
         accelerator._mgwfbp = dict(mgwfbp)
