@@ -26,7 +26,8 @@ class Halves(lightning.LightningModule):
 def main(**arguments: Any) -> lightning.Trainer:
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(800, 32)), batch_size=8)
-    trainer = lightning.Trainer(strategy="mgwfbp", accelerator="cpu", devices=2, max_steps=1000, **arguments)
+    arguments = {"max_steps": 1000, "default_root_dir": "runs", **arguments}
+    trainer = lightning.Trainer(strategy="mgwfbp", accelerator="cpu", devices=2, **arguments)
     trainer.fit(Halves(), data)
     if trainer.is_global_zero:
         print(trainer.strategy.tuning)

@@ -9,6 +9,8 @@ from tests.integrations.launch import run_library
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.timeout(240)  # whichever comes first waits for the ranks
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -17,7 +19,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_library("tests.integrations.hugging_face_ranks", scenarios, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(240)
 def test_the_example_of_accelerate_tunes_itself(ranks: list[Any]) -> None:
     assert [rank["accelerate_example"] for rank in ranks] == [{"settled": True, "plan": 6}] * 2
 

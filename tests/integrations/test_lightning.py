@@ -8,6 +8,8 @@ from tests.integrations.launch import run_library
 
 pytest.importorskip("lightning")
 
+pytestmark = pytest.mark.timeout(240)  # whichever comes first waits for the ranks
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -16,7 +18,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_library("tests.integrations.lightning_ranks", scenarios, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(240)
 def test_the_example_of_the_trainer_tunes_itself_and_the_strategy_tells_after_fit(ranks: list[Any]) -> None:
     for told in (rank["example"] for rank in ranks):
         assert told["settled"]

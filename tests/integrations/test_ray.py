@@ -8,6 +8,8 @@ from tests.integrations.launch import run_library
 
 pytest.importorskip("ray.train")
 
+pytestmark = pytest.mark.timeout(240)  # whichever comes first waits for the ranks
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -15,7 +17,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_library("tests.integrations.ray_ranks", ["loops", "example"], tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(240)
 def test_the_example_of_ray_train_tunes_itself(ranks: list[Any]) -> None:
     assert all("settled after" in rank["example"]["tuning"] for rank in ranks)
 
