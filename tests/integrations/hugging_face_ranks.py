@@ -19,11 +19,7 @@ import mgwfbp
 from mgwfbp import MergePlan
 from mgwfbp.integrations.accelerate import Accelerator
 from mgwfbp.integrations.transformers import Trainer
-from tests.integrations.launch import be_rank, found
-
-
-def _sums(model: nn.Module) -> list[float]:
-    return [parameter.detach().double().sum().item() for parameter in model.parameters()]
+from tests.integrations.launch import be_rank, digests, found
 
 
 def _net() -> nn.Sequential:
@@ -51,7 +47,7 @@ def _anew() -> None:
 def accelerates() -> dict[str, Any]:
     """Accumulate, clip, autocast, save and load, with Accelerate's class and with ours."""
 
-    def train(kind: Any) -> list[float]:
+    def train(kind: Any) -> list[str]:
         _anew()
         handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         accelerator = kind(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16", kwargs_handlers=[handler])
@@ -75,13 +71,13 @@ def accelerates() -> dict[str, Any]:
             if step == 21:
                 accelerator.save_state(folder)
                 accelerator.wait_for_everyone()
-                at_save = _sums(net)
-        trained = _sums(net)
+                at_save = digests(net)
+        trained = digests(net)
         accelerator.load_state(folder)
-        assert _sums(net) == at_save != trained
+        assert digests(net) == at_save != trained
         return trained
 
-    return {"sums": [train(kind) for kind in (accelerate.Accelerator, Accelerator)]}
+    return {"weights": [train(kind) for kind in (accelerate.Accelerator, Accelerator)]}
 
 
 def preparing() -> dict[str, Any]:
@@ -171,8 +167,8 @@ def trainers() -> dict[str, Any]:
     saved = [Path(folder) / "checkpoint-12" for folder in folders.values()]
     reloaded = transformers.BertForSequenceClassification.from_pretrained(saved[1])
     return {
-        "sums": [_sums(model) for model in models],
-        "resumed": [_sums(train(kind, f"{sys.argv[1]}/again", resume=str(saved[1]))) for kind in folders],
+        "weights": [digests(model) for model in models],
+        "resumed": [digests(train(kind, f"{sys.argv[1]}/again", resume=str(saved[1]))) for kind in folders],
         "names": list(reloaded.state_dict()) == list(models[0].state_dict()),
     }
 

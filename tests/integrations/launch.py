@@ -3,17 +3,30 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mgwfbp.cli.children import free_port
 from mgwfbp.runtime.gloo import destroy_process_group
 from tests.runtime.launch import Scenario, run_ranks, run_scenarios
 
 ROOT = Path(__file__).parents[2]
+
+
+def needs(*libraries: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests whose ranks import these libraries; the tests themselves do not."""
+    absent = [library for library in libraries if find_spec(library) is None]
+    return [
+        pytest.mark.skipif(bool(absent), reason=f"not installed: {', '.join(absent)}"),
+        pytest.mark.timeout(240),  # whichever test comes first waits for the ranks
+    ]
 
 
 def run_library(module: str, scenarios: Sequence[str], folder: Path) -> list[Any]:
@@ -42,3 +55,8 @@ def be_rank(scenarios: Mapping[str, Scenario]) -> None:
 def found(tuning: Any) -> bool:
     """Whether a tuner has settled; where steps changed for long it may be looking again."""
     return bool(tuning.state == "settled" or tuning.retuned)
+
+
+def digests(model: nn.Module) -> list[str]:
+    """Return a digest of every parameter's bytes: equal where parameters are bitwise equal."""
+    return [sha256(parameter.detach().numpy().tobytes()).hexdigest() for parameter in model.parameters()]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mgwfbp import MergePlan
 from mgwfbp.integrations.lightning import MgwfbpFabricStrategy, MgwfbpStrategy
-from tests.integrations.launch import be_rank, found
+from tests.integrations.launch import be_rank, digests, found
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -65,7 +65,7 @@ def _plan() -> MergePlan:
 
 def _fit(
     strategy: Any, *, resume: str | None = None, steps: int = 40, manual: bool = False, **arguments: Any
-) -> tuple[lightning.Trainer, list[float]]:
+) -> tuple[lightning.Trainer, list[str]]:
     torch.manual_seed(1)
     module = WithManualSteps() if manual else lightning_trainer.Halves()
     data = DataLoader(TensorDataset(torch.randn(160, 32)), batch_size=8)
@@ -79,11 +79,11 @@ def _fit(
         **arguments,
     )
     trainer.fit(module, data, ckpt_path=resume)
-    return trainer, [parameter.detach().double().sum().item() for parameter in module.parameters()]
+    return trainer, digests(module)
 
 
 def ways() -> dict[str, Any]:
-    """Train in several ways with torch's class and with ours, and return the sums of the weights of both."""
+    """Train in several ways with torch's class and with ours, and return the weights of both."""
     different: dict[str, dict[str, Any]] = {
         "plain": {},
         "accumulation, clipping and autocast": {
@@ -119,7 +119,7 @@ def checkpoints() -> dict[str, Any]:
 def fabric() -> dict[str, Any]:
     """Accumulate, save and load with Fabric, with torch's class and with ours."""
 
-    def train(kind: Any) -> list[float]:
+    def train(kind: Any) -> list[str]:
         fabric = lightning.Fabric(strategy=kind(), accelerator="cpu", devices=2, precision="bf16-mixed")
         fabric.launch()
         torch.manual_seed(2)
@@ -138,9 +138,9 @@ def fabric() -> dict[str, Any]:
                 fabric.save(path, {"model": model})
                 assert list(torch.load(path)["model"]) == list(net.state_dict())
         fabric.load(path, {"model": model})
-        return [parameter.detach().double().sum().item() for parameter in net.parameters()]
+        return digests(net)
 
-    return {"sums": [train(kind) for kind in (FabricDdp, MgwfbpFabricStrategy)]}
+    return {"weights": [train(kind) for kind in (FabricDdp, MgwfbpFabricStrategy)]}
 
 
 if __name__ == "__main__":

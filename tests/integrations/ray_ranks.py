@@ -14,7 +14,7 @@ from torch import nn
 import mgwfbp
 from mgwfbp import MergePlan
 from mgwfbp.integrations.ray import prepare_model
-from tests.integrations.launch import be_rank
+from tests.integrations.launch import be_rank, digests
 
 
 def example() -> dict[str, Any]:
@@ -22,14 +22,14 @@ def example() -> dict[str, Any]:
 
 
 def loops() -> dict[str, Any]:
-    """Train with Ray's function and with ours, and return the sums of the weights of both."""
+    """Train with Ray's function and with ours, and return the weights of both."""
     told: dict[str, Any] = {}
 
     def net() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
-    def train(prepare: Any, **arguments: Any) -> list[float]:
+    def train(prepare: Any, **arguments: Any) -> list[str]:
         model = prepare(net(), parallel_strategy_kwargs={"gradient_as_bucket_view": True, **arguments})
         assert model.gradient_as_bucket_view
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,12 +46,12 @@ def loops() -> dict[str, Any]:
         told["names"] = list(model.state_dict())
         if isinstance(model, mgwfbp.DistributedDataParallel):
             told.setdefault("plans", []).append(model.plan)
-        return [parameter.detach().double().sum().item() for parameter in model.parameters()]
+        return digests(model)
 
     def loop() -> None:
         names = [name for name, _ in net().named_parameters()]
         plan = MergePlan("Sequential", "by hand", (tuple(names[::2]), tuple(names[1::2])))
-        told["sums"] = [train(ray.train.torch.prepare_model), train(prepare_model), train(prepare_model, plan=plan)]
+        told["weights"] = [train(ray.train.torch.prepare_model), train(prepare_model), train(prepare_model, plan=plan)]
         told["plan"] = told.pop("plans")[-1] == plan
 
     ray.train.torch.TorchTrainer(loop, scaling_config=ray.train.ScalingConfig(num_workers=0)).fit()

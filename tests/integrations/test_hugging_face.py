@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launch import run_library
+from tests.integrations.launch import needs, run_library
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-
-pytestmark = pytest.mark.timeout(240)  # whichever comes first waits for the ranks
+pytestmark = needs("accelerate", "transformers")
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +21,9 @@ def test_the_example_of_accelerate_tunes_itself(ranks: list[Any]) -> None:
 
 
 def test_accelerate_accumulates_clips_autocasts_saves_and_loads_as_with_its_own_class(ranks: list[Any]) -> None:
-    torchs, ours = ranks[0]["accelerates"]["sums"]
+    torchs, ours = ranks[0]["accelerates"]["weights"]
     assert ours == torchs
-    assert ranks[1]["accelerates"]["sums"] == [torchs, ours]
+    assert ranks[1]["accelerates"]["weights"] == [torchs, ours]
 
 
 def test_accelerate_wraps_what_it_would_have_wrapped_each_time_it_prepares_and_compiles_outside(
@@ -52,7 +49,7 @@ def test_the_example_of_the_trainer_tunes_itself(ranks: list[Any]) -> None:
 
 def test_the_trainer_accumulates_clips_autocasts_and_resumes_as_with_its_own_class(ranks: list[Any]) -> None:
     for told in (rank["trainers"] for rank in ranks):
-        torchs, ours = told["sums"]
+        torchs, ours = told["weights"]
         assert ours == torchs
         assert told["resumed"] == [torchs] * 2  # from our checkpoint, by either class
         assert told["names"]  # from_pretrained reads it

@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+from tests.integrations.launch import needs
+
+pytestmark = needs("accelerate")
+
 LIBRARIES = {"lightning": "lightning", "accelerate": "accelerate", "transformers": "transformers", "ray": "ray[train]"}
 
 CODE = """
@@ -28,7 +32,6 @@ print(json.dumps(told))
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
     """What a process without these libraries is told."""
-    pytest.importorskip("accelerate")
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=110, check=True)
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found

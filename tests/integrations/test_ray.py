@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launch import run_library
+from tests.integrations.launch import needs, run_library
 
-pytest.importorskip("ray.train")
-
-pytestmark = pytest.mark.timeout(240)  # whichever comes first waits for the ranks
+pytestmark = needs("ray")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +21,7 @@ def test_the_example_of_ray_train_tunes_itself(ranks: list[Any]) -> None:
 
 def test_weights_are_bitwise_those_of_rays_own_preparation(ranks: list[Any]) -> None:
     for told in (rank["loops"] for rank in ranks):
-        torchs, tuned, planned = told["sums"]
+        torchs, tuned, planned = told["weights"]
         assert tuned == torchs
         assert planned == torchs
         assert told["plan"]
