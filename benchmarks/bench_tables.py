@@ -65,11 +65,13 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
         rows.append([title(result), str(result.workers), mean_and_worst(exposed_errors(result)), *of_step])
     exposed = [error for result in results for error in exposed_errors(result)]
     yield (
-        f"Relative to the exposed communication, which is what a prediction has to find out ({len(exposed)} predictions, "
-        f"those of steps with more than a hundredth exposed): mean and worst {mean_and_worst(exposed)}. Relative to the "
-        f"step, most of which is computation that the prediction is given: {error_summary(*results)}.\n"
+        f"Relative to the exposed communication, which is what a prediction has to find out ({len(exposed)} "
+        "predictions, those of steps with more than a hundredth exposed): mean and worst "
+        f"{mean_and_worst(exposed)}. Relative to the step, most of which is computation that the prediction is given: "
+        f"{error_summary(*results)}.\n"
     )
-    titles = ["mean, worst", "hosts", "of the exposed communication, after", "of the step, before", "of the step, after"]
+    parts = ("the exposed communication, after", "the step, before", "the step, after")
+    titles = ["mean, worst", "hosts", *(f"of {part}" for part in parts)]
     yield from table(titles, rows)
     yield "\n## Terms, watched in steps of a few plans\n"
     rows = [
