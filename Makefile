@@ -34,6 +34,11 @@ pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
 docs: $(VENV)/.ready ## the documentation site, build/docs/index.html; warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -c docs -d build/doctrees . build/docs
 
+wheel: $(VENV)/.ready ## the package in build/wheel: built, installed into an empty environment and tried there
+	@mkdir -p build
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --outdir build/wheel . >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	$(BIN)/python -m tests.try_wheel build/wheel
+
 torchtests: $(VENV)/.ready ## torch's own tests of DDP with our class (10 minutes, never part of test)
 	$(BIN)/python -m tests.runtime.torchs_own docs/torchs-own-tests.md
 
@@ -48,4 +53,4 @@ format: $(VENV)/.ready ## rewrite the code in our format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .nox .matrix
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .nox .matrix
