@@ -26,7 +26,6 @@ root_doc = "docs/index"
 include_patterns = ["docs/**", "benchmarks/*.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = ["docs/conf.py", "docs/site", "**/.ipynb_checkpoints", ".*", "build", "src", "tests", "runs"]
 nitpicky = True
-suppress_warnings = ["toc.empty_glob"]  # pages that some branches do not have
 
 html_theme = "furo"
 html_title = f"mgwfbp {version}"
@@ -38,7 +37,7 @@ html_copy_source = False
 html_show_sphinx = False
 pygments_style, pygments_dark_style = "tango", "monokai"
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4  # as GitHub makes them
 # The stored outputs are shown; tests/test_documents.py runs the notebooks and compares.
 nb_execution_mode = "off"
