@@ -47,7 +47,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Fields", "params_style")]
 napoleon_use_rtype = False
 # One backtick is a name of ours: a link where this site has it, else plain code.
 default_role = "py:obj"
@@ -71,8 +71,15 @@ def describe_fields(_app: Sphinx, what: str, _name: str, found: Any, _options: A
         return
     names = {field.name for field in dataclasses.fields(found)}
     said = [match.groups() for match in FIELD.finditer(inspect.getsource(found)) if match["name"] in names]
-    if said and "Attributes:" not in lines:
-        lines += ["", "Attributes:", *(f"    {name}: {comment}" for name, comment in said), ""]
+    if said:
+        lines += ["", "Fields:", *(f"    {name}: {comment}" for name, comment in said), ""]
+
+
+def shorten_signature(
+    _app: Sphinx, _what: str, _name: str, _found: Any, _options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Show a default that is made anew each time as an ellipsis, which is Python, so that types become links."""
+    return (signature.replace("<factory>", "...") if signature else signature), returns
 
 
 def find_exported(app: Sphinx, _env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
@@ -109,4 +116,5 @@ def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.connect("autodoc-process-docstring", describe_fields, priority=400)  # before napoleon reads sections
+    app.connect("autodoc-process-signature", shorten_signature)
     app.connect("missing-reference", find_exported)

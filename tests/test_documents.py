@@ -114,5 +114,5 @@ def test_a_docstring_that_lists_arguments_lists_them_all() -> None:
             wanted = [
                 one for one in inspect.signature(found).parameters if one not in ("self", "cls", "args", "kwargs")
             ]
-            lost += [f"{name}({one})" for one in wanted if not re.search(rf"^ +{one}: ", arguments, re.MULTILINE)]
+            lost += [f"{name}({one})" for one in wanted if not re.search(rf"^ +[*]*{one}: ", arguments, re.MULTILINE)]
     assert not lost, lost
