@@ -33,6 +33,7 @@ pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
 
 docs: $(VENV)/.ready ## the documentation site, build/docs/index.html; warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -c docs -d build/doctrees . build/docs
+	@! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' build/docs --include='*.html' || { echo 'these pages fetch something when they are opened'; exit 1; }
 
 wheel: $(VENV)/.ready ## the package in build/wheel: built, installed into an empty environment and tried there
 	@mkdir -p build
