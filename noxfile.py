@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 TABLE = HERE / "docs" / "torch-versions.md"
 REPORTS = HERE / ".matrix"
 # What tests/runtime imports besides torch, its torchvision and this package, in the versions of constraints.txt.
-TOOLS = ("hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-timeout")
+TOOLS = ("expecttest", "hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-timeout")
 ASK = "import platform, numpy, torch; print(platform.python_version(), torch.__version__, numpy.__version__)"
 
 nox.options.default_venv_backend = "venv"

@@ -61,14 +61,16 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
             "before": [before[one.strategy] / one.measured_s - 1 for one in result.strategies if before[one.strategy]],
             "after": list(result.prediction_errors.values()),
         }
-        sums = [f"{sum(map(abs, some)) / len(some):.1%}, {max(map(abs, some)):.1%}" for some in errors.values()]
-        rows.append([title(result), str(result.workers), *sums])
-    yield from table(["mean, worst", "hosts", "before", "after"], rows)
-    yield f"After, over all cells: {error_summary(*results)}.\n"
+        of_step = [mean_and_worst(list(map(abs, some))) for some in errors.values()]
+        rows.append([title(result), str(result.workers), mean_and_worst(exposed_errors(result)), *of_step])
+    exposed = [error for result in results for error in exposed_errors(result)]
     yield (
-        "Computation is the part of a step that a prediction knows. Relative to the exposed communication alone, where "
-        f"that is more than a hundredth of the step: {exposed_errors(results)}.\n"
+        f"Relative to the exposed communication, which is what a prediction has to find out ({len(exposed)} predictions, "
+        f"those of steps with more than a hundredth exposed): mean and worst {mean_and_worst(exposed)}. Relative to the "
+        f"step, most of which is computation that the prediction is given: {error_summary(*results)}.\n"
     )
+    titles = ["mean, worst", "hosts", "of the exposed communication, after", "of the step, before", "of the step, after"]
+    yield from table(titles, rows)
     yield "\n## Terms, watched in steps of a few plans\n"
     rows = [
         [
@@ -84,13 +86,17 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
     yield from table(["cell", "plan (messages)", "computation slowed", "slowest rank", "messages slowed"], rows)
 
 
-def exposed_errors(results: Sequence[BenchResult]) -> str:
-    errors = []
-    for result in results:
-        for one in result.strategies:
-            if one.predicted_s is not None and one.exposed_s > 0.01 * one.measured_s:
-                errors.append(abs((one.predicted_s - one.measured_s) / one.exposed_s))
-    return f"{len(errors)} predictions, mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}"
+def exposed_errors(result: BenchResult) -> list[float]:
+    """Errors relative to the exposed communication, where that is more than a hundredth of the step."""
+    return [
+        abs((one.predicted_s - one.measured_s) / one.exposed_s)
+        for one in result.strategies
+        if one.predicted_s is not None and one.exposed_s > 0.01 * one.measured_s
+    ]
+
+
+def mean_and_worst(errors: Sequence[float]) -> str:
+    return f"{sum(errors) / len(errors):.1%}, {max(errors):.1%}" if errors else "-"
 
 
 def cells(results: Sequence[BenchResult]) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """Models and costs that several tests use, and hypothesis strategies for them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from mgwfbp import Cost, LayerTrace, LinearCost, ModelTrace, PiecewiseCost
+from mgwfbp.cost import taken_by
 
 
 def make_trace(ready_s: Sequence[float], sizes: Sequence[int], *, forward_s: float = 0.0) -> ModelTrace:
@@ -24,6 +26,8 @@ class TableCost:
 
     times: tuple[float, ...]
     workers: int = 2
+    taken_s: float = 0.0
+    taken_per_byte_s: float = 0.0
 
     def __call__(self, num_bytes: int, /) -> float:
         return self.times[min(num_bytes, len(self.times) - 1)]
@@ -40,14 +44,18 @@ def partitions(count: int) -> Iterator[tuple[int, ...]]:
 
 def end_by_hand(trace: ModelTrace, cost: Cost, sizes: Sequence[int]) -> float:
     """The end of the last message, worked out without the package's recurrence."""
-    now, taken = 0.0, 0
+    now, late, taken = 0.0, 0.0, 0
     for size in sizes:
         group = trace.layers[taken : taken + size]
         taken += size
-        now = max(now, trace.forward_s + sum(layer.backward_s for layer in trace.layers[:taken]))
-        now += cost(sum(layer.grad_bytes for layer in group))
+        num_bytes = sum(layer.grad_bytes for layer in group)
+        now = max(now, trace.forward_s + sum(layer.backward_s for layer in trace.layers[:taken]) + late)
+        now += cost(num_bytes)
+        late += taken_by(cost, num_bytes)
     return now
 
+
+AnyCost = TypeVar("AnyCost", LinearCost, PiecewiseCost, TableCost)
 
 # Whole numbers, so that sums are exact and ties are ties.
 small = st.integers(0, 12)
@@ -67,6 +75,13 @@ def traces(draw: st.DrawFn, max_layers: int = 10) -> ModelTrace:
 linear_costs = st.builds(
     lambda startup, per_byte: LinearCost(2, float(startup), float(per_byte)), small, st.integers(0, 4)
 )
+
+
+@st.composite
+def that_take(draw: st.DrawFn, costs: st.SearchStrategy[AnyCost]) -> AnyCost:
+    """Costs of messages that also take time from the computation; quarters, so that sums are exact."""
+    taken_s, taken_per_byte_s = draw(st.integers(0, 16)) / 4, draw(st.integers(0, 8)) / 4
+    return replace(draw(costs), taken_s=taken_s, taken_per_byte_s=taken_per_byte_s)
 
 
 @st.composite

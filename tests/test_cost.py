@@ -1,5 +1,6 @@
 """Costs as functions, and fits against the curves their samples come from."""
 
+import json
 import random
 
 import pytest
@@ -7,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import CostError, LinearCost, PiecewiseCost, fit
-from mgwfbp.cost import cheapest_s
-from tests.examples import TableCost, linear_costs, partitions, piecewise_costs
+from mgwfbp.cost import cheapest_s, cost_from_json
+from tests.examples import TableCost, linear_costs, partitions, piecewise_costs, that_take, whole_piecewise_costs
 
 
 @given(piecewise_costs(), st.integers(0, 200), st.integers(0, 200))
@@ -246,3 +247,19 @@ def test_of_another_cost_only_its_least_is_known() -> None:
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(CostError, match="kind is 'cubic'"):
         fit([(1, 1.0), (2, 2.0)], 2, kind="cubic")  # type: ignore[arg-type]  # the point of the test
+
+
+@given(st.one_of(that_take(linear_costs), that_take(whole_piecewise_costs())))
+def test_what_messages_take_from_the_computation_is_kept_in_the_file_where_there_is_any(
+    cost: LinearCost | PiecewiseCost,
+) -> None:
+    written = cost.to_json()
+    assert cost_from_json(json.loads(json.dumps(written))) == cost
+    assert ("taken_s" in written) == ("taken_per_byte_s" in written) == bool(cost.taken_s or cost.taken_per_byte_s)
+    assert ("from the computation" in repr(cost)) == ("taken_s" in written)
+
+
+@pytest.mark.parametrize("name", ["taken_s", "taken_per_byte_s"])
+def test_messages_cannot_give_time_to_the_computation(name: str) -> None:
+    with pytest.raises(CostError, match=name):
+        cost_from_json({**LinearCost(2, 1.0, 1.0).to_json(), name: -1.0})

@@ -15,15 +15,18 @@ from mgwfbp import (
     Cost,
     LayerTrace,
     LinearCost,
+    MergePlan,
     ModelTrace,
     PiecewiseCost,
     find_plan,
     load_network,
     load_trace,
+    lower_bound_s,
     predict,
 )
-from mgwfbp.planners import plan_optimal
-from mgwfbp.planners.optimal import NEAR, SLOWER
+from mgwfbp.cost import taken_by
+from mgwfbp.planners import plan_bucket, plan_optimal
+from mgwfbp.planners.slack import NEAR, SLOWER
 from tests.examples import (
     end_by_hand,
     linear_costs,
@@ -31,6 +34,7 @@ from tests.examples import (
     partitions,
     piecewise_costs,
     table_costs,
+    that_take,
     traces,
     whole_piecewise_costs,
 )
@@ -47,6 +51,14 @@ class Slower:
 
     def __call__(self, num_bytes: int, /) -> float:
         return SLOWER * self.cost(num_bytes)
+
+    @property
+    def taken_s(self) -> float:
+        return taken_by(self.cost, 0)
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        return taken_by(self.cost, 1) - taken_by(self.cost, 0)
 
 
 def check_against_all_partitions(trace: ModelTrace, cost: Cost) -> None:
@@ -76,6 +88,37 @@ def test_optimal_equals_exhaustive_search_in_time_in_slack_and_in_number_of_mess
 @settings(max_examples=200)
 def test_optimal_equals_exhaustive_search_on_measured_curves(trace: ModelTrace, cost: PiecewiseCost) -> None:
     check_against_all_partitions(trace, cost)
+
+
+any_cost_that_takes: st.SearchStrategy[Cost] = st.one_of(
+    that_take(linear_costs), that_take(whole_piecewise_costs()), that_take(table_costs())
+)
+
+
+@given(traces(), any_cost_that_takes)
+@settings(max_examples=400)
+def test_messages_that_take_time_from_the_computation_are_planned_as_exhaustive_search_does(
+    trace: ModelTrace, cost: Cost
+) -> None:
+    check_against_all_partitions(trace, cost)
+
+
+@given(traces(), any_cost_that_takes)
+def test_prediction_and_bound_know_what_messages_take(trace: ModelTrace, cost: Cost) -> None:
+    bound_s = lower_bound_s(trace, cost)
+    for sizes in partitions(len(trace.layers)) if len(trace.layers) < 7 else [plan_optimal(trace, cost).group_sizes]:
+        timeline = predict(trace, cost, MergePlan.of_sizes(trace, sizes))
+        end_s = max(end_by_hand(trace, cost, sizes), timeline.compute_s)
+        assert timeline.iteration_s == end_s >= bound_s
+        taken = [taken_by(cost, message.num_bytes) for message in timeline.messages[:-1]]
+        assert timeline.taken_s == sum(taken)
+        assert timeline.compute_s == trace.compute_s + sum(taken)
+
+
+@given(traces(), any_cost_that_takes, st.sampled_from([1, 4, 9, 30]))
+def test_no_buckets_of_one_size_are_faster_than_the_plan(trace: ModelTrace, cost: Cost, size: int) -> None:
+    bucket = plan_bucket(trace, cost, first_bucket_bytes=size, bucket_bytes=size)
+    assert predict(trace, cost, plan_optimal(trace, cost)).iteration_s <= predict(trace, cost, bucket).iteration_s
 
 
 def set_partitions(things: list[int]) -> Iterator[list[list[int]]]:

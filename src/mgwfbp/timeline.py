@@ -1,10 +1,11 @@
 """One training step laid out in time: `Span`, `Timeline`, and the recurrence that everything else shares."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
-from mgwfbp.cost import Cost, cheapest_s
+from mgwfbp.cost import Cost, cheapest_s, taken_by
 from mgwfbp.errors import CostError, FormatError, TimelineError
 from mgwfbp.network import Network
 from mgwfbp.plan import MergePlan
@@ -12,7 +13,15 @@ from mgwfbp.record import Fields, Record, check_count, check_items, check_real, 
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural, quote
 
-__all__ = ["Span", "Timeline", "lower_bound_s", "predict", "predict_naive", "predict_parameter_server"]
+__all__ = [
+    "Span",
+    "Timeline",
+    "lags_s",
+    "lower_bound_s",
+    "predict",
+    "predict_naive",
+    "predict_parameter_server",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ class Timeline(Record):
 
     With :math:`t_c^{no}` for the communication that no computation hides (`exposed_s`), r is
     :math:`t_c^{no} / (t_f + t_b)`, the speedup :math:`S(N) = N / (1 + r)`, Eqs. (4) and (5), and the efficiency S(N)/N.
+    What messages take from the computation (`taken_s`) stands between gradients as time in which none is computed, and
+    counts with :math:`t_c^{no}`.
     """
 
     FORMAT: ClassVar[str] = "mgwfbp.timeline/1"
@@ -77,13 +88,25 @@ class Timeline(Record):
         return (
             f"Timeline({quote(self.model)} by {quote(self.planner)}, {plural(self.workers, 'worker')}: "
             f"{format_seconds(self.iteration_s)} in {plural(len(self.messages), 'message')}, "
-            f"{format_seconds(self.exposed_s)} exposed)"
+            f"{format_seconds(self.exposed_s)} exposed{self._taken_words})"
         )
 
     @property
+    def _taken_words(self) -> str:
+        """What messages took, where it is something beyond rounding."""
+        if self.taken_s <= 1e-9 * self.compute_s:
+            return ""
+        return f", {format_seconds(self.taken_s)} taken from the computation"
+
+    @property
     def compute_s(self) -> float:
-        """When the backward pass ends: t_f + t_b."""
+        """When the backward pass ends: t_f + t_b, and what messages took from it."""
         return self.backward[-1].end_s
+
+    @property
+    def taken_s(self) -> float:
+        """What messages took from the computation."""
+        return sum(later.start_s - earlier.end_s for earlier, later in pairwise((self.forward, *self.backward)))
 
     @property
     def communication_s(self) -> float:
@@ -102,10 +125,11 @@ class Timeline(Record):
 
     @property
     def ratio(self) -> float:
-        """The paper's r: exposed communication for each second of computation."""
-        if self.compute_s:
-            return self.exposed_s / self.compute_s
-        return float("inf") if self.exposed_s else 0.0
+        """The paper's r: exposed communication, and what messages took, for each second of computation."""
+        lost_s = self.exposed_s + self.taken_s
+        if self.compute_s > self.taken_s:
+            return lost_s / (self.compute_s - self.taken_s)
+        return float("inf") if lost_s else 0.0
 
     @property
     def speedup(self) -> float:
@@ -184,9 +208,10 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
 
     where g counts messages in the order in which they are sent, :math:`r^{(g)}` is the end of the backward step of the
     last gradient in message g, and :math:`t_c^{(g)} = T_{ar}` of its bytes. The paper writes it for one gradient a
-    message; Conditions (14) to (16) carry it over to merged ones.
+    message; Conditions (14) to (16) carry it over to merged ones. Where messages take time from the computation,
+    gradients are ready later by what those before them took, `lags_s`.
 
-    Ignored: jitter, contention between communication and computation, the copy into the message's buffer, the update.
+    Ignored: jitter, and the update.
 
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
@@ -199,16 +224,37 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     (13.0, 4.0, 1)
     """
     plan.check_covers([layer.name for layer in trace.layers])
-    ready_s = {layer.name: ready for layer, ready in zip(trace.layers, trace.ready_s, strict=True)}
-    grad_bytes = {layer.name: layer.grad_bytes for layer in trace.layers}
+    lags = lags_s(trace, cost, plan)
+    row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
+    ready_s = [ready + lag for ready, lag in zip(trace.ready_s, lags, strict=True)]
     messages, link_free_s = [], 0.0
     for group in plan.groups:
-        group_ready_s = max(ready_s[name] for name in group)
-        group_bytes = sum(grad_bytes[name] for name in group)
+        rows = [row_of[name] for name in group]
+        group_ready_s = max(ready_s[row] for row in rows)
+        group_bytes = sum(trace.layers[row].grad_bytes for row in rows)
         start_s = max(link_free_s, group_ready_s)
         link_free_s = start_s + _duration_s(cost, group_bytes)
         messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s))
-    return _timeline(trace, cost.workers, plan.planner, messages)
+    return _timeline(trace, cost.workers, plan.planner, messages, lags)
+
+
+def lags_s(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[float]:
+    """Return by how much each gradient is late, in ready order: what messages took that were sent before it was ready.
+
+    A message is sent when its last gradient is ready and those before it in the plan have been sent.
+
+    >>> from mgwfbp.cost import LinearCost
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
+    >>> lags_s(trace, LinearCost(2, 2.0, 0.1, taken_s=1.0), MergePlan.of_sizes(trace, [1, 1, 1]))
+    [0.0, 1.0, 2.0]
+    """
+    row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
+    taken_s, sent_at = [0.0] * len(trace.layers), 0
+    for group in plan.groups:
+        sent_at = max(sent_at, *(row_of[name] for name in group))
+        taken_s[sent_at] += taken_by(cost, sum(trace.layers[row_of[name]].grad_bytes for name in group))
+    return list(accumulate(taken_s, initial=0.0))[:-1]
 
 
 def _duration_s(cost: Cost, num_bytes: int) -> float:
@@ -224,7 +270,7 @@ def predict_naive(trace: ModelTrace, cost: Cost) -> Timeline:
     for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True):
         start_s, link_free_s = link_free_s, link_free_s + _duration_s(cost, layer.grad_bytes)
         messages.append(Span((layer.name,), layer.grad_bytes, ready_s, start_s, link_free_s))
-    return _timeline(trace, cost.workers, "naive", messages)
+    return _timeline(trace, cost.workers, "naive", messages, [0.0] * len(trace.layers))
 
 
 def predict_parameter_server(trace: ModelTrace, network: Network, workers: int, *, servers: int = 1) -> Timeline:
@@ -236,11 +282,14 @@ def predict_parameter_server(trace: ModelTrace, network: Network, workers: int, 
     return predict(trace, network.parameter_server_cost(workers, servers=servers), plan)
 
 
-def _timeline(trace: ModelTrace, workers: int, planner: str, messages: Iterable[Span]) -> Timeline:
-    backward, start_s = [], trace.forward_s
-    for layer, end_s in zip(trace.layers, trace.ready_s, strict=True):
-        backward.append(Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s))
-        start_s = end_s
+def _timeline(
+    trace: ModelTrace, workers: int, planner: str, messages: Sequence[Span], lags: Sequence[float]
+) -> Timeline:
+    backward, before_s = [], trace.forward_s
+    for layer, end_s, lag_s in zip(trace.layers, trace.ready_s, lags, strict=True):
+        start_s = before_s + lag_s
+        backward.append(Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s + lag_s))
+        before_s = end_s
     forward = Span((), 0, 0.0, 0.0, trace.forward_s)
     return Timeline(trace.model, planner, workers, forward, tuple(backward), tuple(messages))
 
@@ -248,13 +297,14 @@ def _timeline(trace: ModelTrace, workers: int, planner: str, messages: Iterable[
 def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
     r"""Return a time that no plan's step can undercut.
 
-    The message that holds gradient j starts no earlier than :math:`r_j`, and it and those after it carry at least the
-    gradients from j on (leaving out what else it carries makes it no longer), so for every j
+    Let the message that holds gradient j begin behind gradient i < j. It starts no earlier than :math:`r_j` and what
+    the messages of the first i gradients have taken from the computation, and it and those after it carry the gradients
+    behind i. So for every j
 
-    .. math:: t_{iter} \ge r_j + T^*\Big(\sum_{i \ge j} m_i\Big)
+    .. math:: t_{iter} \ge r_j + \min_{i < j} \Big( h [i > 0] + g P_i + T^*(P_L - P_i) \Big)
 
-    with :math:`T^*` the cheapest way to send so many bytes, `cheapest_s`; and the last gradient's message takes
-    at least :math:`T(m_L)` after :math:`r_L`.
+    with :math:`P_i` the bytes of the first i gradients and :math:`T^*` the cheapest way to send so many bytes,
+    `cheapest_s`. For the last gradient that is T itself: its message is the last.
 
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
@@ -262,9 +312,12 @@ def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
     >>> lower_bound_s(trace, LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1))
     12.0
     """
-    bound_s = trace.compute_s + cost(trace.layers[-1].grad_bytes)
-    remaining_bytes = 0
-    for layer, ready_s in zip(reversed(trace.layers), reversed(trace.ready_s), strict=True):
-        remaining_bytes += layer.grad_bytes
-        bound_s = max(bound_s, ready_s + cheapest_s(cost, remaining_bytes))
-    return bound_s
+    total = trace.grad_bytes
+    bound_s, least_s, last_s, before = 0.0, float("inf"), float("inf"), 0
+    for row, (layer, ready_s) in enumerate(zip(trace.layers, trace.ready_s, strict=True)):
+        taken_s = taken_by(cost, before) if row else 0.0
+        least_s = min(least_s, taken_s + cheapest_s(cost, total - before))
+        last_s = min(last_s, taken_s + cost(total - before))
+        bound_s = max(bound_s, ready_s + least_s)
+        before += layer.grad_bytes
+    return max(bound_s, trace.compute_s + last_s)

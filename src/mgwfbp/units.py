@@ -1,6 +1,6 @@
 """Seconds, bytes, counts, names and types of numbers as people read them."""
 
-__all__ = ["format_bytes", "format_dtype", "format_seconds", "plural", "printable", "quote"]
+__all__ = ["format_bytes", "format_dtype", "format_range", "format_seconds", "plural", "printable", "quote"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -13,6 +13,17 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 0.99995 * scale:
             return f"{seconds / scale:.4g} {unit}"
     return f"{seconds * 1e9:.4g} ns" if seconds else "0 s"
+
+
+def format_range(low_s: float, high_s: float) -> str:
+    """Two times in the unit of the larger.
+
+    >>> format_range(0.0123, 0.0125), format_range(0.99, 2.5)
+    ('12.3 to 12.5 ms', '0.99 to 2.5 s')
+    """
+    number, _, unit = format_seconds(high_s).partition(" ")
+    scale = high_s / float(number) if float(number) else 1.0
+    return f"{low_s / scale:.4g} to {number} {unit}"
 
 
 def format_bytes(num_bytes: float) -> str:

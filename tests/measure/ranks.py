@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,7 @@ from mgwfbp import (
     measure_allreduce,
     measure_backward,
 )
-from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, together
+from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, reduce_values, together
 from mgwfbp.measure.workload import Workload, build_workload, default_loss
 from mgwfbp.runtime.gloo import destroy_process_group
 from tests.measure.models import SlowMiddle, tiny_transformer
@@ -80,6 +81,18 @@ def no_time() -> dict[str, Any]:
     reported: list[float] = []
     cost = measure_allreduce(max_bytes=2**20, budget_s=1e-6, on_progress=reported.append)
     return {"cost": cost.to_json(), "reported": reported}
+
+
+def large() -> dict[str, Any]:
+    """A budget for six messages of the largest size, which is too little for the bursts of three rounds."""
+    largest = 2**25
+    message = torch.zeros(largest // 4)
+    dist.all_reduce(message)
+    started_s = time.perf_counter()
+    dist.all_reduce(message)
+    (message_s,) = reduce_values([time.perf_counter() - started_s], "max")
+    cost = measure_allreduce(max_bytes=largest, budget_s=6 * message_s)
+    return {"largest": largest, "streamed": cost.source["streamed"], "cost": cost.to_json()}
 
 
 def sparse() -> dict[str, Any]:
@@ -146,6 +159,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "different_types": different_types,
     "a_type_of_no_gradient": a_type_of_no_gradient,
     "no_time": no_time,
+    "large": large,
     "sparse": sparse,
     "slowest": slowest,
     "one_fails": one_fails,

@@ -44,7 +44,7 @@ def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    scenarios = ("different_models", "different_settings", "no_time", "one_fails", "sparse", "slowest")
+    scenarios = ("different_models", "different_settings", "no_time", "large", "one_fails", "sparse", "slowest")
     return run_well(folder, 3, *scenarios, "element_types", "different_types", "a_type_of_no_gradient")
 
 
@@ -100,6 +100,12 @@ def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> N
         assert source["rounds"] == 3
         assert result["reported"] == sorted(result["reported"])
         assert result["reported"][-1] == 1.0
+
+
+def test_the_largest_message_is_timed_where_there_is_time_for_one(of_three: dict[str, list[Any]]) -> None:
+    results = of_three["large"]
+    assert all(result == results[0] for result in results)
+    assert results[0]["streamed"][-1][0] == results[0]["largest"]
 
 
 def test_a_failure_on_one_rank_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:

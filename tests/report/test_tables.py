@@ -77,7 +77,7 @@ def test_a_benchmark_is_shown_with_predictions_above_measurements_and_their_erro
     measured = rows[1]
     assert (measured.low_s, measured.high_s) == (bench()["ddp"].low_s, bench()["ddp"].high_s)
     table = steps_table(rows)
-    assert table.titles[-2:] == ("quartiles", "prediction error")
+    assert table.titles[-2:] == ("between", "prediction error")
     assert table.rows[0][-1] == f"{1 / 1.10 - 1:+.1%}"
     assert table.rows[1][-1] == ""
     assert breakdown_chart(case).labels[:2] == ("ddp, predicted", "ddp, measured, median of 3 turns")

@@ -87,9 +87,10 @@ def test_what_if_gives_the_planners_own_numbers(
 
 
 def cost_json(cost: KnownCost) -> dict[str, Any]:
+    taken = {"taken_s": cost.taken_s, "taken_per_byte_s": cost.taken_per_byte_s}
     if isinstance(cost, LinearCost):
-        return {"workers": cost.workers, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s}
-    return {"workers": cost.workers, "points": cost.points}
+        return {"workers": cost.workers, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s, **taken}
+    return {"workers": cost.workers, "points": cost.points, **taken}
 
 
 def random_cost(chance: random.Random, scale: float, *, curved: bool) -> KnownCost:
@@ -101,8 +102,9 @@ def random_cost(chance: random.Random, scale: float, *, curved: bool) -> KnownCo
     return PiecewiseCost(2, tuple(zip(sizes, times_s, strict=True)))
 
 
+@pytest.mark.parametrize("takes", [False, True], ids=["take nothing", "take from the computation"])
 @pytest.mark.parametrize("curved", [False, True], ids=["straight lines", "curves"])
-def test_the_pages_planners_are_pythons_on_random_models(tab: Tab, curved: bool) -> None:
+def test_the_pages_planners_are_pythons_on_random_models(tab: Tab, curved: bool, takes: bool) -> None:
     chance = random.Random(7)
     cases, expected = [], []
     for _ in range(300):
@@ -116,6 +118,9 @@ def test_the_pages_planners_are_pythons_on_random_models(tab: Tab, curved: bool)
         ]
         trace = ModelTrace("random", chance.random() * scale, tuple(layers))
         cost = random_cost(chance, scale, curved=curved)
+        if takes:
+            taken_s = chance.choice([0.0, chance.random() * 0.3]) * scale
+            cost = replace(cost, taken_s=taken_s, taken_per_byte_s=chance.choice([0.0, chance.random() * 1e-9]))
         steps = {name: step_of(name, trace, cost) for name in PLANNERS}
         model = {
             "forward_s": trace.forward_s,
@@ -142,7 +147,7 @@ def test_the_pages_planners_are_pythons_on_random_models(tab: Tab, curved: bool)
         }""",
         cases,
     )
-    if curved:  # of many best plans, any
+    if curved or takes:  # of many best plans, any
         for some in (*found, *expected):
             del some["optimal"][0]
     assert found == expected

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import LinearCost, load_network, load_trace
+from mgwfbp import LinearCost, load_network, load_trace, predict
 from mgwfbp.planners import plan_optimal
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
 from tests.runtime.worlds import World, random_world, tune_in
@@ -59,11 +59,17 @@ def test_batches_that_vary_do_not_decide_who_wins() -> None:
         assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.01 * world.best_s()
 
 
-def test_what_messages_take_from_the_computation_is_measured_though_no_planner_knows_it() -> None:
-    # Every message costs 1 ms: what the planner likes best is far from the best.
-    world = replace(quiet("100gbe", 8, "densenet201-h200-b32"), per_message_s=1e-3)
+@pytest.mark.parametrize("per_message_s", [0.0, 2e-4, 1e-3])
+def test_what_messages_take_from_the_computation_is_learnt_and_planned_with(per_message_s: float) -> None:
+    world = replace(quiet("100gbe", 8, "densenet201-h200-b32"), per_message_s=per_message_s)
     verdict = tune_in(world)
     assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.01 * world.best_s()
+    assert verdict.cost.taken_s == pytest.approx(per_message_s, abs=2e-5, rel=0.1)
+    # Predictions are of the trace without messages and what each plan's own take.
+    for candidate in verdict.candidates:
+        truth_s = world.truth(candidate.plan).iteration_s
+        predicted_s = predict(verdict.trace, verdict.cost, candidate.plan).iteration_s
+        assert predicted_s == pytest.approx(truth_s, rel=0.05)
 
 
 def test_where_it_looks_again_the_plan_in_force_and_torchs_buckets_both_take_part() -> None:

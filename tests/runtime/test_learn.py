@@ -2,14 +2,19 @@
 
 import math
 import random
+from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import PiecewiseCost
-from mgwfbp.runtime.learn import LEAST, learn_cost
+from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, predict
+from mgwfbp.ranges import spread_of
+from mgwfbp.runtime.learn import LEAST, learn_cost, learn_taken, without_lags
+from mgwfbp.trace import layers_of
+from tests.examples import linear_costs, partitions, that_take, traces
 
 SWEPT = PiecewiseCost(4, ((4, 1.5e-3), (12_000, 1.74e-3), (65_536, 5.4e-3), (2_400_000, 23e-3), (25_000_000, 230e-3)))
 
@@ -108,3 +113,65 @@ def test_a_network_that_is_slower_throughout_gives_a_cost_that_is(
     all_slower = {size: [factor * time for time in some] for size, some in seen.items()}
     both = learn_cost(seen, 2, curve_of(curve)), learn_cost(all_slower, 2, curve_of(curve, factor))
     assert all(math.isclose(both[1](size), factor * both[0](size), rel_tol=1e-2) for size, _ in curve)
+
+
+@given(traces(), that_take(linear_costs), st.data())
+def test_what_messages_took_is_taken_out_of_the_trace_that_was_observed_beside_them(
+    trace: ModelTrace, cost: LinearCost, data: st.DataObject
+) -> None:
+    sizes = data.draw(st.sampled_from(sorted(partitions(min(8, len(trace.layers))))))
+    trace = replace(trace, layers=trace.layers[: sum(sizes)])
+    plan = MergePlan.of_sizes(trace, sizes)
+    observed = predict(trace, cost, plan)
+    moments = [(span.layers[0], span.end_s, span.num_bytes) for span in observed.backward]
+    beside = replace(trace, layers=layers_of(moments, trace.forward_s))
+    assert without_lags(beside, plan, cost).ready_s == trace.ready_s
+
+
+def ends_of(plans: list[list[int]], launch_s: float, per_byte_s: float, noise: float) -> list[tuple[list[int], Any]]:
+    """Ends of backward passes of 100 ms, beside messages of these bytes."""
+    rng = random.Random(5)
+    return [
+        (
+            sizes,
+            [
+                (0.1 + launch_s * (len(sizes) - 1) + per_byte_s * sum(sizes[:-1])) * rng.lognormvariate(0, noise)
+                for _ in range(60)
+            ],
+        )
+        for sizes in plans
+    ]
+
+
+UNEVEN = [[10**8], [5 * 10**7, 5 * 10**7], [10**6, 99 * 10**6], [10**6] * 100, [4 * 10**6] * 25]
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 2e-5, 2e-4])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.15])
+def test_a_launch_and_bytes_are_told_apart_by_plans_that_differ_in_both(launch_s: float, share: float) -> None:
+    swept = PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001)))  # 1 ns a byte
+    learnt = learn_taken(swept, ends_of(UNEVEN, launch_s, share * 1e-9, 0.01))
+    assert learnt.taken_s == pytest.approx(launch_s, abs=1e-5)
+    assert learnt.taken_per_byte_s == pytest.approx(share * 1e-9, abs=1e-11)
+    assert learnt.points == swept.points
+
+
+def test_plans_that_are_alike_do_not_make_noise_a_launch() -> None:
+    # Of 5 and of 6 messages, and 2 ms (2 %) apart by chance: that would be 2 ms a message.
+    alike = [([10**6] * 5, [0.100, 0.098, 0.102]), ([10**6] * 6, [0.102, 0.100, 0.104])]
+    learnt = learn_taken(PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001))), alike)
+    assert learnt.taken_s < 5e-5
+    assert learn_taken(learnt, alike[:1]) == learnt  # one plan says nothing
+
+
+def test_what_would_speed_the_computation_up_is_nothing() -> None:
+    faster = [([10**6] * 2, [0.1] * 30), ([10**6] * 60, [0.09] * 30)]
+    learnt = learn_taken(PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001))), faster)
+    assert (learnt.taken_s, learnt.taken_per_byte_s) == (0.0, 0.0)
+
+
+def test_sizes_that_were_observed_are_surer_than_others() -> None:
+    learnt = learn_cost({10**5: [3e-3] * 9, 10**6: [2e-2] * 9}, 4, SWEPT)
+    spread = dict(zip((size for size, _ in learnt.points), spread_of(learnt) or [], strict=True))
+    assert spread[10**6] < spread[25_000_000] / 1.5
+    assert min(spread.values()) > 0

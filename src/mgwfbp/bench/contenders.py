@@ -80,12 +80,11 @@ class Known:
 def predict_contender(contender: Contender, known: Known) -> Timeline | None:
     """Lay out the step of a contender as the package's model has it; None where nothing is known of its messages.
 
-    Naive S-SGD and a plan of one message overlap nothing: neither slows the other down.
+    Naive S-SGD overlaps nothing: its messages have the network to themselves.
     """
     apart, together = known.apart, known.together
     if contender.strategy == "naive":
         return predict_naive(apart.trace, apart.cost)
     if contender.strategy == "ps":
         return None if known.servers is None else predict_servers(together.trace, known.servers, contender.plan)
-    measured = apart if contender.plan.num_groups == 1 else together
-    return predict(measured.trace, measured.cost, contender.plan)
+    return predict(together.trace, together.cost, contender.plan)

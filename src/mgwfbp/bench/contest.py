@@ -15,7 +15,9 @@ from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.workload import Workload
+from mgwfbp.ranges import off_by
 from mgwfbp.results import BenchResult, StrategyResult
+from mgwfbp.runtime.decide import CAUTION
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
@@ -83,14 +85,14 @@ def contest(
     tuning = arena.tune(heard.on_steps) if "auto" in strategies else None
     if tuning is not None:
         heard.on_phase(repr(tuning))
-    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.trace, case.cost)
+    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.cost)
     contenders = [_contender(name, case, learnt, tuning) for name in strategies]
     ways = {ALONE: arena.enter_alone, **{one.strategy: arena.way(one) for one in contenders}}
     turns_s = take_turns(ways, schedule, arena.device, on_turn=heard.on_turn, on_steps=heard.on_steps)
     seen = _watch(arena, contenders, heard) if timelines else {}
     recorded = Measured(case.trace, case.cost)
     before = Known(recorded, recorded, case.servers)
-    after = Known(Measured(learnt.trace_apart, case.cost), Measured(learnt.trace, learnt.cost), case.servers)
+    after = Known(Measured(learnt.trace, case.cost), Measured(learnt.trace, learnt.cost), case.servers)
     compute_s = median(turns_s[ALONE])
     results = []
     for one in contenders:
@@ -144,7 +146,7 @@ def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
 
 def _contender(name: str, case: Case, learnt: Learnt, tuning: Tuning | None) -> Contender:
     if name != "auto" or tuning is None:
-        return make_contender(name, case.workload.model, learnt.trace, learnt.cost)
+        return make_contender(name, case.workload.model, learnt.trace, off_by(learnt.cost, CAUTION))
     if tuning.plan is None:  # the tuner gave up and left torch's own buckets
         return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy="auto")
     return Contender("auto", replace(tuning.plan, model=case.trace.model, planner="auto"))

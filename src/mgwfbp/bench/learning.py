@@ -12,7 +12,7 @@ from statistics import fmean, median
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import PiecewiseCost
-from mgwfbp.runtime.learn import AgreedSteps, learn_cost, learn_trace
+from mgwfbp.runtime.learn import AgreedSteps, learn_cost, learn_taken, learn_trace, without_lags
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
@@ -28,9 +28,8 @@ DISTURBED = 1.3
 class Learnt:
     """Traces and a cost as they are in training, and what they differ by from those measured apart, term by term."""
 
-    trace: ModelTrace  # beside messages
-    trace_apart: ModelTrace  # of a step that sends nothing before the last gradient is ready
-    cost: PiecewiseCost
+    trace: ModelTrace  # as it would be without what messages take from the computation
+    cost: PiecewiseCost  # with what they take
     terms: tuple["Terms", ...] = ()  # one for every plan that was observed
 
 
@@ -74,12 +73,12 @@ def learn(
 ) -> Learnt:
     """Run one or more plans, observe them, and correct what was measured apart. All ranks must call it.
 
-    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass, and the
-    first one of a single message. Steps that something else held up are left out, as the median of a turn leaves them
-    out.
+    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass. What
+    plans of other messages do to the backward pass tells what a message takes from it. Steps that something else held
+    up are left out, as the median of a turn leaves them out.
     """
     messages_s: dict[int, list[float]] = {}
-    terms, traces = [], []
+    terms, computes_s = [], []
     for contender in contenders:
         seen = observe(arena, contender, steps)
         on_steps(1 + steps)
@@ -91,10 +90,12 @@ def learn(
         for size, times_s in of_plan.items():
             messages_s.setdefault(size, []).extend(times_s)
         terms.append(_terms(contender, agreed, of_plan, recorded, swept))
-        traces.append(replace(learn_trace(agreed, seen.gradients), model=recorded.model))
+        computes_s.append((seen.sizes, agreed.compute_s))
+        observed = replace(learn_trace(agreed, seen.gradients), model=recorded.model)
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
     means_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
-    return Learnt(traces[-1], traces[0], learn_cost(means_s, swept.workers, swept), tuple(terms))
+    cost = learn_taken(learn_cost(means_s, swept.workers, swept), computes_s)
+    return Learnt(without_lags(observed, contenders[-1].plan, cost), cost, tuple(terms))
 
 
 def _terms(

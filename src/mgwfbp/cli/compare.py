@@ -20,7 +20,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.planners import Planner, find_plan
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace, load_trace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_range, format_seconds
 
 __all__ = ["compare", "comparison", "print_comparison"]
 
@@ -72,13 +72,19 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
     """Print the rows of `comparison` as a table."""
     by_planner = {row["planner"]: row for row in rows}
     default_s = by_planner["bucket"]["iteration_s"]
+    has_range = all("low_s" in row for row in rows)
     print_table(
-        ("planner", "messages", "step", "exposed", "vs bucket", "above bound", "efficiency", "case"),
+        (
+            *("planner", "messages", "step"),
+            *(("between",) if has_range else ()),
+            *("exposed", "vs bucket", "above bound", "efficiency", "case"),
+        ),
         [
             (
                 row["planner"],
                 str(row["num_groups"]),
                 format_seconds(row["iteration_s"]),
+                *((format_range(row["low_s"], row["high_s"]),) if has_range else ()),
                 format_seconds(row["exposed_s"]),
                 f"{default_s / row['iteration_s']:.2f}x" if row["iteration_s"] else "-",
                 f"{row['gap']:.1%}",

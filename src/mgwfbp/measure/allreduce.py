@@ -1,7 +1,7 @@
 """What an all-reduce costs on this network, measured: `measure_allreduce`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
@@ -51,8 +51,9 @@ def measure_allreduce(
     Two times are taken of every size, all ranks starting together, the slowest rank counting: of one message on an idle
     link, and of one message in a burst of them, which is how training sends them and what the cost is made of (the
     isolated times are in ``source``). Sizes are gone through in turns until about ``budget_s`` is spent or each was
-    timed ``max_rounds`` times; of each the median counts. A slow network may not allow ``max_bytes`` within the budget:
-    larger messages than were measured are taken to go on at the last slope.
+    timed ``max_rounds`` times; of each the median counts. Where a slow network does not allow ``max_bytes`` so often,
+    one message of it is timed, if that alone is within the budget; larger messages than were measured are taken to go
+    on at the last slope.
 
     Args:
         group: the ranks; all of them if not given.
@@ -96,11 +97,12 @@ def measure_allreduce(
             spent_s += round_s
             rounds += 1
             report(min(1.0, max(rounds / max_rounds, spent_s / budget_s)))
+        once = _largest_once(sweep, max_bytes, budget_s, timings)
     except (RuntimeError, dist.DistError) as error:
         raise MeasureError(f"the all-reduce sweep failed, a rank may have died: {first_line(error)}") from error
     report(1.0)
-    isolated = [(size, median(timing.isolated_s for timing in row)) for size, row in timings.items()]
-    streamed = [(size, median(timing.streamed_s for timing in row)) for size, row in timings.items()]
+    isolated = [(size, median(timing.isolated_s for timing in row)) for size, row in timings.items()] + once
+    streamed = [(size, median(timing.streamed_s for timing in row)) for size, row in timings.items()] + once
     source = {
         "measured": "allreduce",
         "backend": backend_name(group),
@@ -165,6 +167,17 @@ def _first_round(
     return {size: [timings[size]] for size in sorted(timings)}
 
 
+def _largest_once(
+    sweep: "_Sweep", max_bytes: int, budget_s: float, timings: Mapping[int, Sequence[_Timing]]
+) -> list[tuple[int, float]]:
+    """Time one message of the largest size where no round reached it, unless it alone would exceed the budget."""
+    largest, top = max_bytes // 4 * 4, max(timings)
+    per_byte_s = min(timing.isolated_s for timing in timings[top]) / top
+    if top >= largest or largest * per_byte_s > budget_s:
+        return []
+    return [(largest, sweep.once_s(largest))]
+
+
 class _Sweep:
     """Times all-reduces of any size on one group; every method is called by all ranks at once."""
 
@@ -187,6 +200,10 @@ class _Sweep:
         isolated_s = self._elapsed(num_bytes, 1)
         streamed_s = self._elapsed(num_bytes, BURST) / BURST
         return _Timing(*self._slowest([isolated_s, streamed_s, time.perf_counter() - started_s]))
+
+    def once_s(self, num_bytes: int) -> float:
+        """Time one isolated message."""
+        return self._slowest([self._elapsed(num_bytes, 1)])[0]
 
     def _slowest(self, values: list[float]) -> list[float]:
         agreed = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -14,6 +14,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.planners.fixed import plan_bucket, plan_single, plan_wfbp
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.published import plan_mgwfbp
+from mgwfbp.ranges import predict_range
 from mgwfbp.timeline import lower_bound_s, predict
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
@@ -72,7 +73,8 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
     """Make a plan and write into it what it promises.
 
     ``plan.predicted`` holds ``iteration_s``, ``exposed_s``, ``lower_bound_s`` (which no plan can undercut) and ``gap``
-    (how far above it the plan is, as a fraction). ``planner`` is a name that `planner_of` knows, or a function.
+    (how far above it the plan is, as a fraction); and where it is known how far the cost may be off ``low_s`` and
+    ``high_s``, between which the step is expected. ``planner`` is a name that `planner_of` knows, or a function.
     """
     plan = (planner if callable(planner) else planner_of(planner))(trace, cost)
     timeline = predict(trace, cost, plan)
@@ -84,4 +86,7 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
         "lower_bound_s": bound_s,
         "gap": max(0.0, timeline.iteration_s / bound_s - 1) if bound_s else 0.0,
     }
+    between_s = predict_range(trace, cost, plan)
+    if between_s is not None:
+        predicted["low_s"], predicted["high_s"] = between_s
     return replace(plan, predicted=predicted)

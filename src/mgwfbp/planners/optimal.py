@@ -10,54 +10,26 @@ gradients i+1..j for some i < j and starts when the link is free and gradient j 
 An earlier F(i) never makes anything after it later, so this is exact for every T. F never falls: leaving the last
 gradient out of a plan makes no message later, as long as T never falls.
 
-[Note: ties]
-Many plans reach the same end, because a message that is hidden behind computation may as well be another. Two ends are
-the same when they differ by less than one part in 10^12, far more than rounding and far less than any clock sees. Of
-all plans with the shortest step we want
-
-1. one that stays short where costs were thought too low: whose end is the earliest, up to one part in a thousand
-   (`NEAR`), if every message takes `SLOWER` times as long;
-2. of those one with the fewest messages: each costs host time the model does not know.
-
-[Note: room]
-A plan ends by X if every message leaves room for itself and those after it: with S_m for the time of message m and all
-later ones together, and j for its last gradient, r_j + S_m <= X. With messages that take c times as long it ends by Y
-if r_j + c S_m <= Y. So both deadlines together are one limit of S_m for every last gradient,
-
-    S_m <= B(j) = min(X - r_j, (Y - r_j) / c)
-
-and going backwards from the last gradient only S_m has to be known: the smaller, the better. For X the shortest end
-and a given Y this finds the fewest messages, or that there are none. Y is first the earliest end that slower messages
-allow at all, which can nearly always be had; else it is found by bisection.
+Which of the plans that reach F(L) is taken is in ``slack.py``. Where messages take time from the computation, when a
+gradient is ready depends on the messages before it: ``counted.py``.
 
 docs/optimality.md has the proofs.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
-from mgwfbp.errors import CostError
+from mgwfbp.cost import Cost, LinearCost, taken_by
 from mgwfbp.plan import MergePlan
-from mgwfbp.record import check_real
+from mgwfbp.planners.counted import counted_cuts
+from mgwfbp.planners.slack import ROUNDING, SLOWER, TIE, Floats, Times, check_end, trace_cuts, vectorized, with_slack
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["SLOWER", "plan_optimal"]
-
-# Of plans that are equally good the one is taken that is best when every message takes so many times as long.
-SLOWER = 1.25
-# Two ends with slower messages are as good as the same when they are this near.
-NEAR = 1e-3
-_TIE = 1 + 1e-12
-# Sums of thousands of messages are off by less than this part.
-_ROUNDING = 1e-11
-
-_Floats = NDArray[np.float64]
-_Times = Callable[[NDArray[np.int64]], _Floats]
+__all__ = ["plan_optimal"]
 
 
 def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
@@ -68,7 +40,8 @@ def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
     gradient cut in two. For other costs something may be (docs/optimality.md has examples).
 
     O(L) for a `LinearCost`; O(L^2) for any other to find the shortest step, and no more than O(L^2) for each message of
-    the plan to find the fewest.
+    the plan to find the fewest. Where messages take time from the computation O(L^2) for each number of messages that
+    may be the best.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 0.0, tuple(LayerTrace(name, 1.0, 1) for name in "dcba"))
@@ -77,33 +50,13 @@ def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
     """
     ready_s = trace.ready_s
     prefix_bytes = list(accumulate((layer.grad_bytes for layer in trace.layers), initial=0))
-    if isinstance(cost, LinearCost):
+    takes = taken_by(cost, trace.grad_bytes) > 0
+    if isinstance(cost, LinearCost) and not takes:
         cuts = _linear_cuts(ready_s, prefix_bytes, cost)
     else:
-        cuts = _general_cuts(np.array([0.0, *ready_s]), np.array(prefix_bytes, dtype=np.int64), cost)
+        ready, prefix = np.array([0.0, *ready_s]), np.array(prefix_bytes, dtype=np.int64)
+        cuts = (counted_cuts if takes else _general_cuts)(ready, prefix, cost)
     return MergePlan.of_sizes(trace, (end - start for start, end in pairwise(cuts)), planner="optimal")
-
-
-def _with_slack(fewest: Callable[[float], list[int] | None], least_s: float, most_s: float) -> list[int]:
-    """Return the cuts of [Note: ties].
-
-    ``fewest`` finds those that meet a deadline of slower messages, if there are any: none before ``least_s``, and some
-    by ``most_s``.
-    """
-    cuts = fewest(least_s * (1 + NEAR))
-    if cuts is None:
-        low_s, high_s = least_s, most_s  # met by nothing, and by something
-        while high_s - low_s > NEAR * low_s:
-            middle_s = (low_s + high_s) / 2
-            low_s, high_s = (middle_s, high_s) if fewest(middle_s) is None else (low_s, middle_s)
-        cuts = fewest(low_s * (1 + NEAR))
-    if cuts is None:
-        raise CostError("the shortest step that was found cannot be had: does the cost fall as messages grow?")
-    return cuts
-
-
-def _check_end(end_s: float) -> None:
-    check_real(float(end_s), "the end of the last message of the best plan", CostError)
 
 
 def _linear_cuts(ready_s: Sequence[float], prefix_bytes: Sequence[int], cost: LinearCost) -> list[int]:
@@ -111,7 +64,7 @@ def _linear_cuts(ready_s: Sequence[float], prefix_bytes: Sequence[int], cost: Li
     startup_s, per_byte_s = cost.startup_s, cost.per_byte_s
     shortest_s = _linear_end(ready_s, prefix_bytes, startup_s, per_byte_s)
     slow_s = _linear_end(ready_s, prefix_bytes, SLOWER * startup_s, SLOWER * per_byte_s)
-    _check_end(slow_s)
+    check_end(slow_s)
 
     def fewest(slow_deadline_s: float) -> list[int] | None:
         # Backwards: the message that ends at `last` takes in all it can. On a straight line it is never better to
@@ -119,17 +72,17 @@ def _linear_cuts(ready_s: Sequence[float], prefix_bytes: Sequence[int], cost: Li
         cuts, later_s = [len(ready_s)], 0.0
         while (last := cuts[-1]) > 0:
             ready, end_bytes, start = ready_s[last - 1], prefix_bytes[last], last - 1
-            room_s = min(shortest_s * _TIE - ready, (slow_deadline_s - ready) / SLOWER) - later_s
+            room_s = min(shortest_s * TIE - ready, (slow_deadline_s - ready) / SLOWER) - later_s
             while start > 0 and startup_s + per_byte_s * (end_bytes - prefix_bytes[start - 1]) <= room_s:
                 start -= 1
             message_s = startup_s + per_byte_s * (end_bytes - prefix_bytes[start])
-            if message_s > room_s + _ROUNDING * shortest_s:
+            if message_s > room_s + ROUNDING * shortest_s:
                 return None
             later_s += message_s
             cuts.append(start)
         return cuts[::-1]
 
-    return _with_slack(fewest, slow_s, SLOWER * shortest_s)
+    return with_slack(fewest, slow_s, SLOWER * shortest_s)
 
 
 def _linear_end(ready_s: Sequence[float], prefix_bytes: Sequence[int], startup_s: float, per_byte_s: float) -> float:
@@ -160,32 +113,24 @@ def _linear_end(ready_s: Sequence[float], prefix_bytes: Sequence[int], startup_s
     return earliest_s[-1]
 
 
-def _general_cuts(ready: _Floats, prefix: NDArray[np.int64], cost: Cost) -> list[int]:
+def _general_cuts(ready: Floats, prefix: NDArray[np.int64], cost: Cost) -> list[int]:
     """Return where the messages of the best plan begin and end, for any cost that never falls; O(L^2) a round."""
-    times = _vectorized(cost)
+    times = vectorized(cost)
     earliest_s = _earliest_ends(ready, prefix, times)
     slow_s = _earliest_ends(ready, prefix, lambda sizes: SLOWER * times(sizes))
-    _check_end(slow_s[-1])
-    shortest_s = float(earliest_s[-1]) * _TIE
+    check_end(slow_s[-1])
+    shortest_s = float(earliest_s[-1]) * TIE
 
     def fewest(slow_deadline_s: float) -> list[int] | None:
         room_s = np.minimum(shortest_s - ready, (slow_deadline_s - ready) / SLOWER)
         # Whatever comes before a cut takes at least its F: so much is left for what comes after it.
         left_s = np.minimum(shortest_s - earliest_s, (slow_deadline_s - slow_s) / SLOWER)
-        return _fewest_cuts(prefix, times, room_s, left_s + _ROUNDING * shortest_s)
+        return _fewest_cuts(prefix, times, room_s, left_s + ROUNDING * shortest_s)
 
-    return _with_slack(fewest, float(slow_s[-1]), SLOWER * shortest_s)
-
-
-def _vectorized(cost: Cost) -> _Times:
-    if not isinstance(cost, PiecewiseCost):
-        return lambda sizes: np.array([cost(size) for size in sizes.tolist()])
-    knots, knot_times = np.array(cost.points).T
-    slope = (knot_times[-1] - knot_times[-2]) / (knots[-1] - knots[-2])
-    return lambda sizes: np.interp(sizes, knots, knot_times) + slope * np.maximum(sizes - knots[-1], 0.0)
+    return with_slack(fewest, float(slow_s[-1]), SLOWER * shortest_s)
 
 
-def _earliest_ends(ready: _Floats, prefix: NDArray[np.int64], times: _Times) -> _Floats:
+def _earliest_ends(ready: Floats, prefix: NDArray[np.int64], times: Times) -> Floats:
     """Return F of the first note: for every j the earliest end of the first j gradients."""
     earliest_s = np.zeros(len(ready))
     free = 0  # the largest i with F(i) <= r_j; of those up to it, it is the best: its message is the smallest
@@ -197,7 +142,7 @@ def _earliest_ends(ready: _Floats, prefix: NDArray[np.int64], times: _Times) -> 
     return earliest_s
 
 
-def _fewest_cuts(prefix: NDArray[np.int64], times: _Times, room_s: _Floats, left_s: _Floats) -> list[int] | None:
+def _fewest_cuts(prefix: NDArray[np.int64], times: Times, room_s: Floats, left_s: Floats) -> list[int] | None:
     """Return the cuts of a plan with the fewest messages in which all leave room, if there is one: [Note: room].
 
     Round c finds for every cut the least time that c messages after it take together, from the cuts where round c - 1
@@ -217,13 +162,6 @@ def _fewest_cuts(prefix: NDArray[np.int64], times: _Times, room_s: _Floats, left
         ends_of.append(ends)
         (better,) = np.nonzero((reached_s < after_s) & (reached_s <= left_s))
         if better.size and better[0] == 0:
-            return _trace_cuts(ends_of)
+            return trace_cuts(ends_of)
         after_s[better] = reached_s[better]
     return None
-
-
-def _trace_cuts(ends_of: Sequence[NDArray[np.intp]]) -> list[int]:
-    cuts = [0]
-    for ends in reversed(ends_of):
-        cuts.append(int(ends[cuts[-1]]))
-    return cuts

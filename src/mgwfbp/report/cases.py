@@ -1,9 +1,11 @@
 """One model on one network: strategies beside one another, predicted and measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mgwfbp.network import Network
+from mgwfbp.plan import MergePlan
+from mgwfbp.ranges import predict_range
 from mgwfbp.report.inputs import KnownCost
 from mgwfbp.results import StrategyResult
 from mgwfbp.timeline import Timeline
@@ -82,7 +84,7 @@ class StepRow:
     workers: int
     communication_s: float | None = None  # how long the link was busy; None: not observed
     num_turns: int | None = None  # of a benchmark, whose median it is; None: it is one step
-    low_s: float | None = None  # quartiles, of a benchmark
+    low_s: float | None = None  # quartiles, of a benchmark; or what a prediction may be off by
     high_s: float | None = None
 
     @property
@@ -111,17 +113,31 @@ def step_rows(case: Case) -> list[StepRow]:
     for strategy in case.strategies:
         result = strategy.result
         if strategy.predicted is not None:
-            rows.append(_timeline_row(strategy.name, "predicted", strategy.predicted))
+            row = _timeline_row(strategy.name, "predicted", strategy.predicted)
+            rows.append(_with_range(row, case, strategy.predicted))
         elif result is not None and result.predicted_s is not None:
             compute_s = min(case.trace.compute_s if case.trace else case.compute_s or 0.0, result.predicted_s)
             exposed_s = result.predicted_s - compute_s
-            row = (result.num_messages, compute_s, exposed_s, result.predicted_s, case.workers)
-            rows.append(StepRow(strategy.name, "predicted", *row))
+            numbers = (result.num_messages, compute_s, exposed_s, result.predicted_s, case.workers)
+            rows.append(StepRow(strategy.name, "predicted", *numbers))
         if result is not None:
             rows.append(_result_row(strategy, result, case.workers))
         elif strategy.measured is not None:
             rows.append(_timeline_row(strategy.name, "measured", strategy.measured))
     return rows
+
+
+def _with_range(row: StepRow, case: Case, predicted: Timeline) -> StepRow:
+    """Add what the prediction may be off by, if it was made of the case's trace and a cost that knows it."""
+    if case.trace is None or case.cost is None or predicted.planner in ("naive", "ps"):
+        return row
+    plan = MergePlan(predicted.model, predicted.planner, tuple(message.layers for message in predicted.messages))
+    if set(plan.layer_names) != {layer.name for layer in case.trace.layers}:
+        return row
+    between_s = predict_range(case.trace, case.cost, plan)
+    if between_s is None or not between_s[0] <= predicted.iteration_s <= between_s[1]:
+        return row
+    return replace(row, low_s=between_s[0], high_s=between_s[1])
 
 
 def _result_row(strategy: CaseStrategy, result: StrategyResult, workers: int) -> StepRow:

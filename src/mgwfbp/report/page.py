@@ -42,7 +42,16 @@ _GLOSSARY = (
     ("Step:", "one training iteration: the forward pass, the backward pass, and what of the communication sticks out."),
     ("Exposed:", "communication that no computation hides: from the end of the backward pass to the last message's."),
     ("Efficiency:", "the step without communication over the step with it; times the workers it is the speedup."),
-    ("Predicted:", "laid out by the model: one message at a time, as long as the cost says, computation undisturbed."),
+    (
+        "Predicted:",
+        "laid out by the model: one message at a time, as long as the cost says; what messages take from the "
+        "computation only where the cost says it.",
+    ),
+    (
+        "Between:",
+        "of a benchmark the quartiles of its turns; of a prediction the step with all messages as much faster, and as "
+        "much slower, as their cost is typically off what was measured of them.",
+    ),
     (
         "Measured:",
         "a benchmark's number is the median of its turns, on the slowest worker; a timeline is one observed step, on "

@@ -12,7 +12,7 @@ from mgwfbp.results import BenchResult
 from mgwfbp.simulate.evaluation import size_distribution
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_bytes, format_seconds, plural
+from mgwfbp.units import format_bytes, format_range, format_seconds, plural
 
 __all__ = [
     "COMPUTATION_COLOR",
@@ -34,7 +34,7 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
     errors = any(row.how == "predicted" and row.strategy in measured for row in rows)
     spread = any(row.low_s is not None for row in rows)
     titles = ["strategy", "known by", "messages", "step", "computation", "exposed", "share", "efficiency"]
-    titles += ["quartiles"] * spread + ["prediction error"] * errors
+    titles += ["between"] * spread + ["prediction error"] * errors
     lines = []
     for row in rows:
         cells = [
@@ -49,7 +49,7 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
         ]
         if spread:
             known = row.low_s is not None and row.high_s is not None
-            cells.append(f"{format_seconds(row.low_s or 0)} to {format_seconds(row.high_s or 0)}" if known else "")
+            cells.append(format_range(row.low_s or 0, row.high_s or 0) if known else "")
         if errors:
             real = measured.get(row.strategy)
             compared = row.how == "predicted" and real is not None and real.iteration_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.cost import LinearCost
 from mgwfbp.network import Network
 from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.planners.fixed import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
@@ -97,9 +97,10 @@ class WhatIf:
 
 
 def _cost_json(cost: KnownCost) -> dict[str, Any]:
+    taken = {"taken_s": cost.taken_s, "taken_per_byte_s": cost.taken_per_byte_s}
     if isinstance(cost, LinearCost):
-        return {"workers": cost.workers, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s}
-    return {"workers": cost.workers, "points": cost.points}
+        return {"workers": cost.workers, "startup_s": cost.startup_s, "per_byte_s": cost.per_byte_s, **taken}
+    return {"workers": cost.workers, "points": cost.points, **taken}
 
 
 def _slider(
@@ -182,7 +183,9 @@ def scaled(cost: KnownCost, *, startup: float = 1.0, per_byte: float = 1.0, work
 
     The start-up time is that of a message of no bytes, :math:`T(0)`; the rest, :math:`T(M) - T(0)`, is the bytes'. On N
     workers in place of n they are those of a ring (Table II): :math:`(N-1)/(n-1)` and :math:`(N-1)n/(N(n-1))` times.
+    What messages take from the computation stays.
 
+    >>> from mgwfbp.cost import PiecewiseCost
     >>> scaled(PiecewiseCost(2, ((0, 1.0), (10, 3.0))), startup=0.5, per_byte=2)(10)
     4.5
     >>> scaled(LinearCost(2, 1.0, 0.5), workers=4)
@@ -196,7 +199,7 @@ def scaled(cost: KnownCost, *, startup: float = 1.0, per_byte: float = 1.0, work
         return replace(cost, workers=count, startup_s=cost.startup_s * startup, per_byte_s=cost.per_byte_s * per_byte)
     # So written it is exact where nothing changes, and never falls, however it is rounded.
     more_s = cost(0) * (startup - per_byte)
-    return PiecewiseCost(count, tuple((size, time * per_byte + more_s) for size, time in cost.points))
+    return replace(cost, workers=count, points=tuple((size, time * per_byte + more_s) for size, time in cost.points))
 
 
 def faster_bandwidth(cost: KnownCost, times: float = 2.0) -> KnownCost:
@@ -211,6 +214,7 @@ def faster_bandwidth(cost: KnownCost, times: float = 2.0) -> KnownCost:
 def no_startup(cost: KnownCost) -> KnownCost:
     """Return the cost without what a message of no bytes takes.
 
+    >>> from mgwfbp.cost import PiecewiseCost
     >>> no_startup(PiecewiseCost(2, ((0, 1.0), (10, 3.0))))(10)
     2.0
     """

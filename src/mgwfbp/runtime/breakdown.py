@@ -12,7 +12,7 @@ from mgwfbp.planners import find_plan, planner_of
 from mgwfbp.report.explanation import OWN, PARTS, Choice, Explanation
 from mgwfbp.runtime.decide import BUCKET_MIB, Known, Note, Seen
 from mgwfbp.runtime.kinds import Kind, kinds_of, split_by_kind
-from mgwfbp.runtime.learn import Gradients, PackedSteps, learn_cost, timeline_of
+from mgwfbp.runtime.learn import Gradients, PackedSteps, timeline_of
 from mgwfbp.runtime.observe import ObservedStep
 from mgwfbp.runtime.reducer import ReducerHandle
 from mgwfbp.timeline import Timeline, lower_bound_s, predict
@@ -87,8 +87,7 @@ class NotedMessages:
         """Add what other buckets would give; messages were ``swept`` on an idle network."""
         known = Known(self.gradients, len(found.ranks))
         known.learn(self.plan, seen)
-        trace, cost = known.trace, learn_cost(known.messages_s, known.workers, swept)
-        assert trace is not None  # noqa: S101 - gradients were noted
+        trace, cost = known.trace, known.cost_beside(swept)
         assert seen.messages is not None  # noqa: S101 - they too
         assert seen.plain is not None  # noqa: S101 - some steps are
         plans: list[tuple[str, int | None, MergePlan]] = [("as it is", None, self.plan)]

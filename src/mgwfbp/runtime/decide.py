@@ -29,12 +29,13 @@ from typing import Literal
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, plan_bucket, planner_of
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, learn_cost, learn_trace
+from mgwfbp.ranges import off_by, predict_range
+from mgwfbp.runtime.learn import AgreedSteps, Gradients, learn_cost, learn_taken, learn_trace, without_lags
 from mgwfbp.runtime.tuning import Candidate, Comparison
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["BUCKET_MIB", "Known", "Limits", "Note", "Seen", "Turn", "Verdict", "compare", "decide"]
+__all__ = ["BUCKET_MIB", "CAUTION", "Known", "Limits", "Note", "Seen", "Turn", "Verdict", "compare", "decide"]
 
 Note = Literal["settle", "plain", "gradients", "messages"]
 
@@ -46,6 +47,9 @@ GLANCE: tuple[Note, ...] = ("settle", "plain", "plain")
 LOOK: tuple[Note, ...] = ("settle", "plain", "plain", "plain")
 GLANCES = 3  # turns in which all candidates take part, whatever came of them
 MAX_ROUNDS = 3  # of planning
+# Plans are made for messages as much slower than learnt as these are typically off: a plan that is best only where the
+# cost is underestimated is not wanted, and sizes that were never observed are the most uncertain.
+CAUTION = 1.0
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
 # A plan that is kept is faster than the buckets in force with so much confidence; one that is dropped slower than
@@ -106,25 +110,38 @@ class Known:
 
     gradients: Gradients
     workers: int
-    trace: ModelTrace | None = None
     messages_s: dict[int, list[float]] = field(default_factory=dict)
+    _computes_s: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by bytes of a plan's messages
+    _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
 
     def learn(self, plan: MergePlan, seen: Seen) -> None:
         """Take over what came of a turn with this plan."""
+        sizes = self.gradients.sizes_of(plan)
+        for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
+            self._computes_s.setdefault(tuple(sizes), []).extend(steps.compute_s if steps else ())
         if seen.messages is not None:
-            sizes = self.gradients.sizes_of(plan)
             for taken_s in seen.messages.message_s:
                 for size, seconds in zip(sizes, taken_s, strict=True):
                     self.messages_s.setdefault(size, []).append(seconds)
         if seen.gradients is not None and seen.plain is not None:
             slowed = median(seen.gradients.length_s) / max(median(seen.plain.length_s), 1e-12)
             trace = learn_trace(seen.gradients, self.gradients)
-            self.trace = trace.scaled(1 / min(MOST_SLOWED, max(1.0, slowed)))
+            self._observed = trace.scaled(1 / min(MOST_SLOWED, max(1.0, slowed))), plan
+
+    @property
+    def trace(self) -> ModelTrace:
+        """When gradients are ready where no messages take from the computation, from the last plan with gradients."""
+        assert self._observed is not None  # noqa: S101 - asked for only then
+        return without_lags(*self._observed, self.cost)
 
     @property
     def cost(self) -> PiecewiseCost:
-        """What a message costs beside a backward pass, from all messages so far."""
-        return learn_cost(self.messages_s, self.workers)
+        """What a message costs beside a backward pass, and takes from it, from all messages and plans so far."""
+        return self.cost_beside(None)
+
+    def cost_beside(self, swept: PiecewiseCost | None) -> PiecewiseCost:
+        """Return that cost, with what was swept on an idle network where there is such a sweep."""
+        return learn_taken(learn_cost(self.messages_s, self.workers, swept), self._computes_s.items())
 
 
 def decide(
@@ -147,7 +164,6 @@ def decide(
     """
     known = Known(gradients, workers)
     known.learn(default, (yield Turn(default, OBSERVE, "observing the buckets in force")))
-    assert known.trace is not None  # noqa: S101 - gradients were noted
     tried = {} if torchs is None else {torchs.groups: ("ddp", torchs)}
     tried = {default.groups: tried.get(default.groups, ("in force" if tried else "ddp", default)), **tried}
     one_mib = allowed(_buckets(known.trace, known.cost, 1))
@@ -155,21 +171,22 @@ def decide(
         tried[one_mib.groups] = ("bucket-1", one_mib)
         known.learn(one_mib, (yield Turn(one_mib, OBSERVE_MESSAGES, "observing buckets of 1 MiB")))
     for number in range(1, MAX_ROUNDS + 1):
-        plan = allowed(find_plan(known.trace, known.cost))
+        plan = allowed(find_plan(known.trace, off_by(known.cost, CAUTION)))
         if plan.groups in tried:
             break
         tried[plan.groups] = (f"optimal {number}", plan)
         known.learn(plan, (yield Turn(plan, OBSERVE, f"observing plan {number}")))
     candidates = _candidates(tried, known, allowed)
-    candidates, comparison = yield from compare(candidates, limits)
+    candidates, comparison = yield from compare(candidates, limits, known.learn)
     chosen = candidates[0]
     seen = yield Turn(chosen.plan, OBSERVE, f"observing {chosen.name}")
     known.learn(chosen.plan, seen)
     cost = known.cost
     assert seen.gradients is not None  # noqa: S101 - they were noted
-    chosen = replace(chosen, predicted_s=predict(known.trace, cost, chosen.plan).iteration_s)
+    trace = known.trace
+    chosen = _predicted(chosen, trace, cost)
     exposed_s = median(seen.plain.exposed_s) if seen.plain else 0.0
-    return Verdict((chosen, *candidates[1:]), comparison, known.trace, cost, exposed_s)
+    return Verdict((chosen, *candidates[1:]), comparison, trace, cost, exposed_s)
 
 
 def _buckets(trace: ModelTrace, cost: PiecewiseCost, mib: float) -> MergePlan:
@@ -185,7 +202,6 @@ def _candidates(
 ) -> list[Candidate]:
     """Return what shall be compared: each partition once, the buckets in force first."""
     trace, cost = known.trace, known.cost
-    assert trace is not None  # noqa: S101 - it has been learnt
     found = dict(tried)
     for name in ("optimal", "mgwfbp"):
         plan = allowed(find_plan(trace, cost, planner_of(name)))
@@ -197,7 +213,13 @@ def _candidates(
             buckets[mib], predicted_s[mib] = plan, predict(trace, cost, plan).iteration_s
     for mib in two_sizes(predicted_s):
         found.setdefault(buckets[mib].groups, (f"bucket-{mib}", buckets[mib]))
-    return [Candidate(name, plan, predict(trace, cost, plan).iteration_s) for name, plan in found.values()]
+    return [_predicted(Candidate(name, plan, 0.0), trace, cost) for name, plan in found.values()]
+
+
+def _predicted(candidate: Candidate, trace: ModelTrace, cost: PiecewiseCost) -> Candidate:
+    """Return a candidate with what its step is predicted to take."""
+    predicted_s = predict(trace, cost, candidate.plan).iteration_s
+    return replace(candidate, predicted_s=predicted_s, between_s=predict_range(trace, cost, candidate.plan))
 
 
 def two_sizes(predicted_s: Mapping[int, float]) -> list[int]:
@@ -214,7 +236,9 @@ def two_sizes(predicted_s: Mapping[int, float]) -> list[int]:
 
 
 def compare(
-    candidates: Sequence[Candidate], limits: Limits
+    candidates: Sequence[Candidate],
+    limits: Limits,
+    learn: Callable[[MergePlan, Seen], object] = lambda *_: None,
 ) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
     """Run candidates in turns until the fastest is known; the first of them is kept unless another is beyond doubt.
 
@@ -229,6 +253,7 @@ def compare(
             result = yield Turn(candidates[place].plan, notes, f"comparing {len(left)} plans, turn {race.turns + 1}")
             assert result.plain is not None  # noqa: S101 - plain steps were asked for
             seen[place] = result.plain
+            learn(candidates[place].plan, result)
             spent += len(notes)
         race.add(seen)
         left = race.still_open(left)

@@ -4,7 +4,7 @@ Used alike by the tuner, by ``observe()`` and by ``mgwfbp bench``.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from statistics import fmean, median
@@ -13,13 +13,13 @@ from typing import Any, Self
 import numpy as np
 import torch.distributed as dist
 
-from mgwfbp.cost import PiecewiseCost
+from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import SHORTEST_S, fit_quality, nearest_line, never_falling
 from mgwfbp.measure.agreement import reduce_values
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.observe import ObservedStep
-from mgwfbp.timeline import Span, Timeline
+from mgwfbp.timeline import Span, Timeline, lags_s
 from mgwfbp.trace import ModelTrace, layers_of
 
 __all__ = [
@@ -27,10 +27,12 @@ __all__ = [
     "Gradients",
     "PackedSteps",
     "learn_cost",
+    "learn_taken",
     "learn_trace",
     "sends",
     "timeline_of",
     "trace_of",
+    "without_lags",
 ]
 
 # No message is taken to cost less than this part of what the sweep says: then the observation is wrong.
@@ -43,6 +45,13 @@ DELAY_SHARE = 0.5
 # How far an observation reaches, to sizes smaller or larger by about this factor, and how many observations it takes to
 # be believed rather than the line through all of them.
 REACH, BELIEVED = 2.0, 3.0
+# The line is taken to be off by no less than this, however near the few sizes that were observed are to it.
+LEAST_OFF = 0.02
+# What a launch takes from the computation on hosts we know (20 to 250 us), and what bytes take of the time that they
+# are on the link (1 to 8 %): where observed plans cannot tell, it is taken to be nearer to nothing than to this.
+KNOWN_LAUNCH_S, KNOWN_SHARE = 2e-4, 0.1
+# The end of a backward pass varies by no less than this part from step to step.
+LEAST_NOISE = 0.005
 # Larger messages than were swept or observed go on at the same slope, to a point at so many times the largest.
 BEYOND = 4
 
@@ -219,7 +228,8 @@ def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: Piecewi
 
     with :math:`n_0` `BELIEVED`: one late message must not speak for all of its size. The result is the nearest to that
     which never falls. ``source["under_load"]`` holds the observed medians, ``source["fit"]`` how far the result is from
-    them.
+    them, and ``source["spread"]`` how far each point may be off: what observations are typically off the line, the less
+    the more of them are near, :math:`\sigma / \sqrt{1 + \sum_i w_i / n_0}`.
 
     >>> swept = PiecewiseCost(2, ((0, 1.0), (1000, 2.0), (10**6, 1001.0)))
     >>> learnt = learn_cost({0: [11.0] * 9, 1000: [12.0] * 8 + [60.0], 10**6: [1011.0] * 9}, 2, swept)
@@ -249,8 +259,71 @@ def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: Piecewi
     beyond = (BEYOND * largest, largest_s + ratio * (shape(BEYOND * largest) - shape(largest)))
     cost = PiecewiseCost(workers, (*zip(grid, times_s.tolist(), strict=True), beyond))
     observed = observed_s.tolist()
-    source = {"under_load": list(zip(sizes, observed, strict=True)), "fit": fit_quality(cost, sizes, observed)}
+    off = max(LEAST_OFF, math.sqrt(float(np.average(missed**2, weights=counts))))
+    spread = (off / np.sqrt(1 + weights.sum(axis=1) / BELIEVED)).tolist()
+    source = {
+        "under_load": list(zip(sizes, observed, strict=True)),
+        "fit": fit_quality(cost, sizes, observed),
+        "spread": [*spread, off],
+    }
     return replace(cost, source={**(swept.source if swept else {"measured": "observed in training"}), **source})
+
+
+def learn_taken(cost: PiecewiseCost, observed: Iterable[tuple[Sequence[int], Sequence[float]]]) -> PiecewiseCost:
+    r"""Return the cost with what a message takes from the computation, from plans that were observed.
+
+    Each plan is given as the bytes of its messages and the ends of the backward passes of its steps. The last message
+    is sent when nothing is left to be slowed, so with n messages, P bytes before the last and C for the end without any
+
+    .. math:: t = C + h (n - 1) + g P
+
+    of which h and g, not negative, are those nearest to the median of each plan; as many steps as a plan has, so much
+    it counts. Few plans, or plans that are alike, cannot tell them from noise: so they are drawn to 0, as strongly as
+    if they were known to be about `KNOWN_LAUNCH_S` and `KNOWN_SHARE` of what a byte takes on the link.
+
+    >>> plans = [([10**6] * n, [0.1 + 5e-5 * (n - 1)] * 30) for n in (2, 40, 80)]
+    >>> learnt = learn_taken(PiecewiseCost(2, ((0, 1e-4), (10**6, 1e-4))), plans)
+    >>> round(learnt.taken_s * 1e6), learnt.taken_per_byte_s
+    (50, 0.0)
+    """
+    plans = [(sizes, list(ends_s)) for sizes, ends_s in observed if ends_s]
+    if len(plans) < 2:
+        return cost
+    total = max(sum(sizes) for sizes, _ in plans)
+    middle_s = np.array([median(ends_s) for _, ends_s in plans])
+    within_s = [abs(end_s - middle) for (_, ends_s), middle in zip(plans, middle_s, strict=True) for end_s in ends_s]
+    noise_s = max(1.5 * median(within_s), LEAST_NOISE * float(np.median(middle_s)), SHORTEST_S)
+    weights = np.sqrt([len(ends_s) for _, ends_s in plans]) / noise_s
+    scales = (KNOWN_LAUNCH_S, KNOWN_SHARE * (cost(total) - cost(0)) / max(1, total))
+    columns = np.array([[len(sizes) - 1, sum(sizes[:-1])] for sizes, _ in plans], dtype=np.float64) * scales
+    share = weights**2 / np.sum(weights**2)
+    slopes = _not_negative(
+        (columns - share @ columns) * weights[:, np.newaxis], (middle_s - share @ middle_s) * weights
+    )
+    return replace(cost, taken_s=float(slopes[0] * scales[0]), taken_per_byte_s=float(slopes[1] * scales[1]))
+
+
+def _not_negative(columns: Any, values: Any) -> Any:
+    """Return the two slopes nearest to some values that are not negative, drawn to 0 by a penalty of their squares."""
+
+    def solve(used: list[int]) -> tuple[float, Any]:
+        slopes = np.zeros(2)
+        some = columns[:, used]
+        slopes[used] = np.linalg.solve(some.T @ some + np.eye(len(used)), some.T @ values)
+        return float(np.sum((values - columns @ slopes) ** 2) + np.sum(slopes**2)), slopes
+
+    found = (solve(used) for used in ([0, 1], [0], [1], []))
+    return min(((off, slopes) for off, slopes in found if min(slopes) >= 0), key=lambda one: one[0])[1]
+
+
+def without_lags(trace: ModelTrace, plan: MergePlan, cost: Cost) -> ModelTrace:
+    """Return what was observed beside a plan's messages as it would be without what these took from the computation."""
+    lags = lags_s(trace, cost, plan)
+    moments = [
+        (layer.name, ready_s - lag_s, layer.grad_bytes)
+        for layer, ready_s, lag_s in zip(trace.layers, trace.ready_s, lags, strict=True)
+    ]
+    return replace(trace, layers=layers_of(moments, trace.forward_s)) if any(lags) else trace
 
 
 def _line(shape_s: Any, observed_s: Any, counts: Any, *, is_swept: bool) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import agree_on_trace
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, PackedSteps, sends, timeline_of, trace_of
+from mgwfbp.runtime.learn import AgreedSteps, Gradients, PackedSteps, sends, timeline_of, trace_of, without_lags
 from mgwfbp.runtime.observe import ObservedStep
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
@@ -53,7 +53,7 @@ class Observation:
 
     @property
     def trace(self) -> ModelTrace:
-        """When each gradient was ready on this rank, the median over the steps."""
+        """When each gradient was ready on this rank, beside the plan's messages, the median over the steps."""
         self._check()
         assert self._trace is not None  # noqa: S101 - set with the timelines
         return self._trace
@@ -119,4 +119,5 @@ class Observation:
         self._timelines = tuple(timeline_of(step, gradients, plan, workers) for step in self._steps)
         self._trace = trace_of(self._steps, gradients)
         if predict_with is not None:
-            self._predicted = predict(predict_with[0] or self._trace, predict_with[1], plan)
+            trace, cost = predict_with
+            self._predicted = predict(trace or without_lags(self._trace, plan, cost), cost, plan)

@@ -277,6 +277,7 @@ def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
             one["predicted_s"],
             tuple(one["steps_s"]),
             float("inf") if one["step_s"] is None else one["step_s"],
+            None if one["between_s"] is None else tuple(one["between_s"]),
         )
         for one in said["candidates"]
     )

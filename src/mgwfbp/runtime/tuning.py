@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mgwfbp.cost import PiecewiseCost
+from mgwfbp.cost import PiecewiseCost, taken_by
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_seconds, plural
+from mgwfbp.units import format_range, format_seconds, plural
 
 __all__ = ["Candidate", "Comparison", "Tuning"]
 
@@ -20,6 +20,7 @@ class Candidate:
     predicted_s: float  # of a step, with what was learnt of messages
     steps_s: tuple[float, ...] = ()  # measured steps, of the slowest rank each
     step_s: float = float("inf")  # their median
+    between_s: tuple[float, float] | None = None  # predicted with messages as much faster, and slower, as may be
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
@@ -27,6 +28,7 @@ class Candidate:
             "name": self.name,
             "num_messages": self.plan.num_groups,
             "predicted_s": self.predicted_s,
+            "between_s": self.between_s,
             "step_s": self.step_s if self.steps_s else None,
             "steps_s": list(self.steps_s),
         }
@@ -110,11 +112,25 @@ class Tuning:
             times = f"measured {format_seconds(self.after_s)} a step, {before} {format_seconds(self.before_s)}; "
         again = f"; looked again {plural(self.retuned, 'time')}" if self.retuned else ""
         again += f"; {self.problem}" if self.problem else ""
+        between = f" (between {format_range(*chosen.between_s)})" if chosen.between_s else ""
         return (
             f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
             f"{plural(chosen.plan.num_groups, 'message')} a step, {before}{buckets} {self.messages_before}; {times}"
             f"{self.comparison}; exposed communication, measured, {format_seconds(self.exposed_s or 0.0)}; predicted "
-            f"step {format_seconds(chosen.predicted_s)}; tuning took {format_seconds(self.spent_s)}{again})"
+            f"step {format_seconds(chosen.predicted_s)}{between}{self._taken}; tuning took "
+            f"{format_seconds(self.spent_s)}{again})"
+        )
+
+    @property
+    def _taken(self) -> str:
+        """What messages were found to take from the computation, in words."""
+        if self.cost is None or not taken_by(self.cost, 1):
+            return ""
+        all_bytes = sum(layer.grad_bytes for layer in self.trace.layers) if self.trace else 0
+        bytes_s = taken_by(self.cost, all_bytes) - taken_by(self.cost, 0)
+        return (
+            f"; a message takes {format_seconds(self.cost.taken_s)} from the computation, all bytes "
+            f"{format_seconds(bytes_s)} (learnt)"
         )
 
     def to_json(self) -> dict[str, Any]:

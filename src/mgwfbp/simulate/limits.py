@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from mgwfbp.cost import Cost
+from mgwfbp.cost import Cost, taken_by
 from mgwfbp.simulate.compute import Computation
 
 __all__ = ["NEAR", "Limit", "WithoutStartup", "bandwidth_bound_s", "find_limit"]
@@ -40,6 +40,16 @@ class WithoutStartup:
     def workers(self) -> int:
         """How many workers take part."""
         return self.cost.workers
+
+    @property
+    def taken_s(self) -> float:
+        """What a message takes from the computation, as it is."""
+        return taken_by(self.cost, 0)
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        """And for each byte."""
+        return taken_by(self.cost, 1) - taken_by(self.cost, 0)
 
     def __call__(self, num_bytes: int, /) -> float:
         """Return what the bytes alone take."""

@@ -14,7 +14,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_real
 from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.scenario import IDEAL, Scenario
-from mgwfbp.timeline import Span, Timeline
+from mgwfbp.timeline import Span, Timeline, lags_s
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural, quote
 
@@ -32,9 +32,10 @@ def simulate_steps(
 
     .. math:: \tau_c^{(g)} = \max\{\tau_c^{(g-1)} + t_c^{(g-1)},\; \max_w r_w^{(g)}\}
 
-    which with equal workers is Eq. (7): without jitter the result equals `predict`, bit for bit. ``overlap=False``
-    holds all messages back until the backward pass has ended everywhere, which is naive S-SGD, Eq. (3). What else can
-    happen is in the `Scenario`. For a given plan neither more jitter nor a slower link ever makes the mean step faster.
+    which with equal workers is Eq. (7): without jitter the result equals `predict`, bit for bit. What messages take
+    from the computation, `lags_s`, they take from every worker's. ``overlap=False`` holds all messages back until the
+    backward pass has ended everywhere, which is naive S-SGD, Eq. (3). What else can happen is in the `Scenario`. For a
+    given plan neither more jitter nor a slower link ever makes the mean step faster.
 
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
@@ -107,8 +108,10 @@ def _clock(ready_s: _Times, work_s: _Times, start_s: _Times, end_s: _Times, cont
 
 def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, overlap: bool = True) -> "Simulation":
     """Simulate the communication beside a computation that is already drawn."""
-    trace, scenario, ready_s = computation.trace, computation.scenario, computation.ready_s
+    trace, scenario = computation.trace, computation.scenario
     plan.check_covers([layer.name for layer in trace.layers])
+    lag_s = np.array([0.0, *lags_s(trace, cost, plan)])[:, np.newaxis] * overlap
+    ready_s = computation.ready_s + lag_s
     startup_s = cost(0)
     num_steps = ready_s.shape[1]
     starts_s, ends_s, works_s = (np.empty((plan.num_groups, num_steps)) for _ in range(3))
@@ -119,7 +122,7 @@ def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, over
         link.send(ready_s[last], startup_s, cost(num_bytes))
         starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
     check_real(float(ends_s[-1].max()), f"the last message's end in a step of {quote(trace.model)}", SimulationError)
-    return Simulation(computation, plan, starts_s, ends_s, works_s)
+    return Simulation(computation, plan, starts_s, ends_s, works_s, lag_s)
 
 
 def _messages(trace: ModelTrace, plan: MergePlan) -> Iterable[tuple[int, int]]:
@@ -143,6 +146,7 @@ class Simulation:
     starts_s: NDArray[np.float64]
     ends_s: NDArray[np.float64]
     works_s: NDArray[np.float64]  # computation done when each message starts
+    lag_s: NDArray[np.float64]  # what messages have taken from it before each gradient; first the forward pass, 0
 
     def __repr__(self) -> str:
         return (
@@ -160,7 +164,7 @@ class Simulation:
     @cached_property
     def compute_s(self) -> NDArray[np.float64]:
         """When the backward pass ends on the slowest worker, for each step."""
-        compute_s: NDArray[np.float64] = self._by_clock(self.computation.ready_s[-1:])[0]
+        compute_s: NDArray[np.float64] = self._by_clock((self.computation.ready_s + self.lag_s)[-1:])[0]
         return compute_s
 
     @cached_property
@@ -213,10 +217,11 @@ class Simulation:
             raise SimulationError(f"step {step} was not simulated, expected 0 to {steps - 1}")
         column = step if ready_s.shape[1] > 1 else 0
         # Gradients come one after the other, also where rounding has it otherwise.
-        clock_s = np.maximum.accumulate(self._by_clock(ready_s)[:, column]).tolist()
+        clock_s = np.maximum.accumulate(self._by_clock(ready_s + self.lag_s)[:, column]).tolist()
+        starts_s = self._by_clock(ready_s[:-1] + self.lag_s[1:])[:, column].tolist()
         backward = [
             Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s)
-            for layer, start_s, end_s in zip(trace.layers, clock_s[:-1], clock_s[1:], strict=True)
+            for layer, start_s, end_s in zip(trace.layers, map(max, starts_s, clock_s[:-1]), clock_s[1:], strict=True)
         ]
         messages = [
             Span(group, num_bytes, min(clock_s[last], start_s), start_s, end_s)

@@ -1,7 +1,8 @@
 // The planners of mgwfbp, operation by operation as in Python, so that every number is the same.
 //
 // A model is {forward_s, backward_s: [...], grad_bytes: [...]} in ready order; a cost is a straight line {workers,
-// startup_s, per_byte_s} or a curve {workers, sizes, times, slopes}, which `makeCurve` makes of [bytes, seconds].
+// startup_s, per_byte_s} or a curve {workers, sizes, times, slopes}, which `makeCurve` makes of [bytes, seconds]; both may
+// have taken_s and taken_per_byte_s, what a message takes from the computation.
 
 function readyTimes(model) {
   const ready = [];
@@ -36,13 +37,19 @@ function messageTime(cost, bytes) {
   return place < 0 ? cost.times[0] : cost.times[place] + cost.slopes[place] * (bytes - cost.sizes[place]);
 }
 
+const takenBy = (cost, bytes) => (cost.taken_s || 0) + (cost.taken_per_byte_s || 0) * bytes;
+
 // mgwfbp.report.whatif.scaled
 function scaledCost(cost, workers, startupTimes, perByteTimes) {
   const startup = startupTimes * ((workers - 1) / (cost.workers - 1));
   const perByte = perByteTimes * (((workers - 1) * cost.workers) / (workers * (cost.workers - 1)));
-  if (!cost.points) return { workers, startup_s: cost.startup_s * startup, per_byte_s: cost.per_byte_s * perByte };
+  const { taken_s, taken_per_byte_s } = cost;
+  if (!cost.points) {
+    return { workers, startup_s: cost.startup_s * startup, per_byte_s: cost.per_byte_s * perByte, taken_s, taken_per_byte_s };
+  }
   const more = cost.points[0][1] * (startup - perByte);
-  return makeCurve(workers, cost.points.map(([size, time]) => [size, time * perByte + more]));
+  const points = cost.points.map(([size, time]) => [size, time * perByte + more]);
+  return { ...makeCurve(workers, points), taken_s, taken_per_byte_s };
 }
 
 // ---- networks: mgwfbp.network, the paper's Table II
@@ -84,8 +91,13 @@ function networkCost(network, workers) {
 
 // ---- planners: model, cost -> sizes of the groups
 
-// mgwfbp.planners.optimal: one way for a straight line, another for a curve
-const planOptimal = (model, cost) => (cost.sizes ? planCurve(model, cost) : planLine(model, cost));
+// mgwfbp.planners.optimal: one way for a straight line, one for a curve, one where messages take from the computation
+function planOptimal(model, cost) {
+  if (takesTime(model, cost)) return planCounted(model, cost);
+  return cost.sizes ? planCurve(model, cost) : planLine(model, cost);
+}
+
+const takesTime = (model, cost) => takenBy(cost, model.grad_bytes.reduce((sum, bytes) => sum + bytes, 0)) > 0;
 
 const SLOWER = 1.25;
 const NEAR = 1e-3;
@@ -229,6 +241,150 @@ function earliestEnds(ready, prefix, cost, slower) {
   return earliest;
 }
 
+// mgwfbp.planners.counted: on a clock that stops while messages take from the computation, for every number of messages
+function planCounted(model, cost) {
+  const row = makeRow(model, cost);
+  const ends = shortestEnds(row, 1);
+  const shortest = Math.min(...ends);
+  let counts = [null];
+  let slow;
+  if (row.launch * (row.num + 1) <= (TIE - 1) * shortest) {
+    slow = Math.min(...shortestEnds(row, SLOWER));
+  } else {
+    counts = ends.flatMap((end, place) => (end <= shortest * TIE ? [place + 1] : []));
+    const slowEnds = countedEnds(row, counts[counts.length - 1], SLOWER);
+    slow = Math.min(...counts.map((count) => slowEnds[count - 1]));
+  }
+  const fewest = (slowDeadline) => {
+    for (const count of counts) {
+      const sizes = sizesWithin(row, shortest * TIE, slowDeadline, count);
+      if (sizes) return sizes;
+    }
+    return null;
+  };
+  return withSlack(fewest, slow, SLOWER * shortest);
+}
+
+function makeRow(model, cost) {
+  const ready = [0, ...readyTimes(model)];
+  const prefix = prefixBytes(model);
+  const num = ready.length - 1;
+  const launch = takenBy(cost, 0);
+  const times = []; // of the message from one cut to a later one
+  for (let start = 0; start < num; start++) {
+    times.push(new Float64Array(num + 1).fill(Infinity));
+    for (let end = start + 1; end <= num; end++) times[start][end] = messageTime(cost, prefix[end] - prefix[start]);
+  }
+  return {
+    ready,
+    prefix,
+    num,
+    launch,
+    times,
+    taken: prefix.map((bytes) => takenBy(cost, bytes) - launch),
+    last: messageTime(cost, prefix[num] - prefix[num - 1]),
+    least: messageTime(cost, 0),
+    leastPerByte: leastPerByte(cost, prefix[num]),
+  };
+}
+
+function leastPerByte(cost, total) {
+  if (!cost.sizes) return cost.per_byte_s;
+  if (!total) return 0;
+  const sizes = [...cost.sizes.filter((size) => size > 0 && size < total), total];
+  return Math.min(...sizes.map((size) => (messageTime(cost, size) - messageTime(cost, 0)) / size));
+}
+
+// The shortest step of one message, of two, and so on, as far as it may be the shortest of all.
+function shortestEnds(row, slower) {
+  let clock = new Array(row.num + 1).fill(Infinity);
+  clock[0] = 0;
+  const fewer = new Array(row.num + 1).fill(Infinity);
+  const ends = [];
+  let shortest = Infinity;
+  for (let active = [0], number = 1; active.length; number++) {
+    clock = oneMore(row, clock, active, slower);
+    const lag = row.taken.map((taken) => number * row.launch + taken);
+    ends.push(clock[row.num] + lag[row.num]);
+    shortest = Math.min(shortest, ends[ends.length - 1]);
+    active = [];
+    for (let cut = 0; cut < row.num; cut++) {
+      const left = row.least + row.leastPerByte * (row.prefix[row.num] - row.prefix[cut]);
+      const bound = Math.max(clock[cut] + slower * left, row.ready[row.num] + slower * row.last) + lag[cut];
+      if (clock[cut] < fewer[cut] && bound <= shortest * TIE) active.push(cut);
+    }
+    for (let cut = 0; cut <= row.num; cut++) fewer[cut] = Math.min(fewer[cut], clock[cut]);
+  }
+  return ends;
+}
+
+// The shortest step of every number of messages up to one.
+function countedEnds(row, most, slower) {
+  let clock = new Array(row.num + 1).fill(Infinity);
+  clock[0] = 0;
+  const ends = [];
+  for (let number = 1; number <= most; number++) {
+    const active = clock.flatMap((time, cut) => (cut < row.num && time < Infinity ? [cut] : []));
+    clock = oneMore(row, clock, active, slower);
+    ends.push(clock[row.num] + number * row.launch + row.taken[row.num]);
+  }
+  return ends;
+}
+
+function oneMore(row, clock, starts, slower) {
+  const reached = new Array(row.num + 1).fill(Infinity);
+  for (const start of starts) {
+    const times = row.times[start];
+    for (let end = start + 1; end <= row.num; end++) {
+      const taken = row.taken[end] - row.taken[start] + row.launch;
+      const time = Math.max(clock[start], row.ready[end]) + (slower * times[end] - taken);
+      if (time < reached[end]) reached[end] = time;
+    }
+  }
+  return reached;
+}
+
+// Messages that all leave room for those after them, if there are any: so many of them, or (null) the fewest.
+function sizesWithin(row, deadline, slowDeadline, number) {
+  let after = new Array(row.num + 1).fill(Infinity);
+  after[row.num] = 0;
+  const fewer = after.slice();
+  const rounds = [];
+  for (let active = [row.num]; active.length; ) {
+    const lag = (number === null ? 0 : number - 1 - rounds.length) * row.launch;
+    const reached = new Array(row.num + 1).fill(Infinity);
+    const ends = new Array(row.num + 1).fill(0);
+    for (const end of active) {
+      for (let start = end - 1; start >= 0; start--) {
+        const together = row.times[start][end] + after[end];
+        const ready = row.ready[end] + lag + row.taken[start];
+        if (together <= Math.min(deadline - ready, (slowDeadline - ready) / SLOWER) && together < reached[start]) {
+          reached[start] = together;
+          ends[start] = end;
+        }
+      }
+    }
+    rounds.push(ends);
+    if (reached[0] < Infinity && (number === null || number === rounds.length)) {
+      const sizes = [];
+      for (let cut = 0; rounds.length; ) {
+        const end = rounds.pop()[cut];
+        sizes.push(end - cut);
+        cut = end;
+      }
+      return sizes;
+    }
+    if (number === rounds.length) return null;
+    active = [];
+    for (let cut = 0; cut <= row.num; cut++) {
+      if (reached[cut] < (number === null ? fewer[cut] : Infinity)) active.push(cut);
+      fewer[cut] = Math.min(fewer[cut], reached[cut]);
+    }
+    after = reached;
+  }
+  return null;
+}
+
 function planPublished(model, cost) {
   const ready = readyTimes(model);
   const startup = messageTime(cost, 0);
@@ -282,38 +438,52 @@ const PLANNERS = {
 // ---- the recurrence: mgwfbp.timeline.predict
 
 function predictStep(model, cost, sizes) {
-  const ready = readyTimes(model);
+  const alone = readyTimes(model);
+  const ready = [];
+  const begin = [];
   const messages = { ready: [], start: [], end: [], bytes: [], first: [], count: [] };
   let linkFree = 0;
+  let first = 0;
+  let lag = 0; // what messages so far have taken from the computation
   let taken = 0;
   for (const size of sizes) {
     let bytes = 0;
-    for (let layer = taken; layer < taken + size; layer++) bytes += model.grad_bytes[layer];
-    const groupReady = ready[taken + size - 1];
+    for (let layer = first; layer < first + size; layer++) {
+      bytes += model.grad_bytes[layer];
+      begin.push((layer ? alone[layer - 1] : model.forward_s) + lag);
+      ready.push(alone[layer] + lag);
+      taken += begin[layer] - (layer ? ready[layer - 1] : model.forward_s);
+    }
+    const groupReady = ready[first + size - 1];
     const start = Math.max(linkFree, groupReady);
     linkFree = start + messageTime(cost, bytes);
     messages.ready.push(groupReady);
     messages.start.push(start);
     messages.end.push(linkFree);
     messages.bytes.push(bytes);
-    messages.first.push(taken);
+    messages.first.push(first);
     messages.count.push(size);
-    taken += size;
+    first += size;
+    lag += takenBy(cost, bytes);
   }
   const compute_s = ready[ready.length - 1];
-  return { ready, messages, ...judgeStep(cost, compute_s, Math.max(compute_s, linkFree)) };
+  return { begin, ready, messages, ...judgeStep(cost, compute_s, Math.max(compute_s, linkFree), taken) };
 }
 
-function judgeStep(cost, compute_s, iteration_s) {
+function judgeStep(cost, compute_s, iteration_s, taken_s) {
   const exposed_s = iteration_s - compute_s;
-  const ratio = compute_s ? exposed_s / compute_s : exposed_s ? Infinity : 0;
+  const lost = exposed_s + taken_s;
+  const ratio = compute_s > taken_s ? lost / (compute_s - taken_s) : lost ? Infinity : 0;
   return { compute_s, iteration_s, exposed_s, speedup: cost.workers / (1 + ratio), efficiency: 1 / (1 + ratio) };
 }
 
 // The step of the best plan without the plan, which for a curve takes longer to find.
 function bestStep(model, cost) {
-  if (!cost.sizes) return predictStep(model, cost, planLine(model, cost));
+  const takes = takesTime(model, cost);
+  if (!cost.sizes && !takes) return predictStep(model, cost, planLine(model, cost));
   const ready = readyTimes(model);
-  const end = earliestEnds([0, ...ready], prefixBytes(model), cost, 1)[ready.length];
-  return judgeStep(cost, ready[ready.length - 1], Math.max(ready[ready.length - 1], end));
+  const end = takes
+    ? Math.min(...shortestEnds(makeRow(model, cost), 1))
+    : earliestEnds([0, ...ready], prefixBytes(model), cost, 1)[ready.length];
+  return judgeStep(cost, ready[ready.length - 1], Math.max(ready[ready.length - 1], end), 0);
 }

@@ -83,7 +83,10 @@ function readCost(entry, cost) {
   const bytes = entry.model.grad_bytes.reduce((sum, size) => sum + size, 0);
   return (
     `On ${plural(cost.workers, "worker")} a message of no bytes takes ${formatSeconds(messageTime(cost, 0))}, ` +
-    `one of all gradients (${formatBytes(bytes)}) ${formatSeconds(messageTime(cost, bytes))}.`
+    `one of all gradients (${formatBytes(bytes)}) ${formatSeconds(messageTime(cost, bytes))}.` +
+    (takenBy(cost, bytes) > 0
+      ? ` Each takes ${formatSeconds(takenBy(cost, 0))} from the computation, and all bytes together ${formatSeconds(takenBy(cost, bytes) - takenBy(cost, 0))}.`
+      : "")
   );
 }
 
@@ -117,14 +120,13 @@ function drawWhatIfSteps(host, entry, names, found, view) {
 }
 
 function whatIfStep(entry, names, name, result) {
-  const { ready, messages } = result;
-  const start = [entry.model.forward_s, ...ready.slice(0, -1)];
+  const { begin, ready, messages } = result;
   const nameOf = (layer) => names[entry.names[layer]];
   return {
     name,
     known: "predicted, planned here",
     forward: [0, entry.model.forward_s],
-    backward: { start, end: ready, bytes: entry.model.grad_bytes, layers: (place) => [nameOf(place)] },
+    backward: { start: begin, end: ready, bytes: entry.model.grad_bytes, layers: (place) => [nameOf(place)] },
     messages: {
       ...messages,
       layers: (place) => Array.from({ length: messages.count[place] }, (_, layer) => nameOf(messages.first[place] + layer)),

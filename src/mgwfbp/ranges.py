@@ -1,0 +1,71 @@
+"""How sure a prediction is: the step with messages as much faster, and as much slower, as their cost may be off.
+
+A cost that was fitted or learnt knows how far it is from what was measured: ``source["spread"]`` has a relative error
+for each of its points, or else ``source["fit"]`` the mean one. Of a network that was written down nothing is known.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TypeGuard
+
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.plan import MergePlan
+from mgwfbp.timeline import predict
+from mgwfbp.trace import ModelTrace
+
+__all__ = ["off_by", "predict_range", "spread_of"]
+
+
+def spread_of(cost: Cost) -> list[float] | None:
+    """Return by which part each point of a cost may be off (of a straight line: all of it), or None where unknown."""
+    if not isinstance(cost, LinearCost | PiecewiseCost):
+        return None
+    points = len(cost.points) if isinstance(cost, PiecewiseCost) else 1
+    spread = cost.source.get("spread")
+    if isinstance(spread, Sequence) and len(spread) == points and all(_is_part(part) for part in spread):
+        return [float(part) for part in spread]
+    fitted = cost.source.get("fit")
+    error = fitted.get("mean_error") if isinstance(fitted, Mapping) else None
+    return [float(error)] * points if _is_part(error) else None
+
+
+def _is_part(value: object) -> TypeGuard[float]:
+    """Whether something from a free-form field is a relative error; an absurd one says nothing."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 10
+
+
+def off_by(cost: Cost, errors: float) -> Cost:
+    """Return a cost off by so many times its spread: messages slower, or (negative) faster; itself where unknown.
+
+    >>> line = LinearCost(2, 1.0, 0.5, {"fit": {"mean_error": 0.25}})
+    >>> [round(off_by(line, errors)(2), 3) for errors in (-1, 0, 1)]
+    [1.6, 2.0, 2.5]
+    """
+    spread = spread_of(cost)
+    if spread is None or not isinstance(cost, LinearCost | PiecewiseCost):
+        return cost
+    factors = [math.exp(errors * math.log1p(part)) for part in spread]
+    if isinstance(cost, LinearCost):
+        return replace(cost, startup_s=cost.startup_s * factors[0], per_byte_s=cost.per_byte_s * factors[0])
+    sizes, times_s = zip(*cost.points, strict=True)
+    off_s = list(accumulate((time_s * factor for time_s, factor in zip(times_s, factors, strict=True)), max))
+    beyond = 2 * sizes[-1] + 1  # from the largest on the slope is off as that is
+    off_s.append(off_s[-1] + factors[-1] * (cost(beyond) - times_s[-1]))
+    return replace(cost, points=tuple(zip((*sizes, beyond), off_s, strict=True)))
+
+
+def predict_range(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[float, float] | None:
+    """Return the step with all messages faster, and with all slower, by what their cost may be off; None if unknown.
+
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, (LayerTrace("a", 2.0, 10),))
+    >>> cost = LinearCost(2, 1.0, 0.5, {"fit": {"mean_error": 0.2}})
+    >>> predict_range(trace, cost, MergePlan.of_sizes(trace, [1]))
+    (10.0, 12.2)
+    """
+    if spread_of(cost) is None:
+        return None
+    low_s, high_s = (predict(trace, off_by(cost, errors), plan).iteration_s for errors in (-1.0, 1.0))
+    return low_s, high_s
