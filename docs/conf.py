@@ -10,11 +10,13 @@ import inspect
 import re
 from typing import Any
 
+import typer
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 
 import mgwfbp
+from mgwfbp.cli import app as commands
 
 project = "mgwfbp"
 author = "the authors of mgwfbp"
@@ -75,6 +77,20 @@ def describe_fields(_app: Sphinx, what: str, _name: str, found: Any, _options: A
         lines += ["", "Fields:", *(f"    {name}: {comment}" for name, comment in said), ""]
 
 
+def show_commands(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Add what every command says of itself to the page of commands."""
+    if page != "docs/commands":
+        return
+    root: Any = typer.main.get_command(commands)
+    found: dict[str, Any] = {}
+    for name, command in sorted(root.commands.items()):
+        parts = getattr(command, "commands", {})  # of `measure`
+        found.update({f"{name} {part}": one for part, one in parts.items()} or {name: command})
+    for name, command in found.items():
+        context = command.make_context(f"mgwfbp {name}", [], resilient_parsing=True, terminal_width=100)
+        source[0] += f"\n## {name}\n```text\n{context.get_help().strip()}\n```\n"
+
+
 def shorten_signature(
     _app: Sphinx, _what: str, _name: str, _found: Any, _options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
@@ -117,4 +133,5 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.connect("autodoc-process-docstring", describe_fields, priority=400)  # before napoleon reads sections
     app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("source-read", show_commands)
     app.connect("missing-reference", find_exported)

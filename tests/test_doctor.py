@@ -98,3 +98,19 @@ def test_commands_that_need_torch_say_so_in_one_line(tmp_path: Path) -> None:
 
 def test_findings_stand_in_the_order_of_the_areas() -> None:
     assert [one.area for one in find_all(["report", "plan"])] == ["plan", "report"]
+
+
+@pytest.mark.parametrize(("problem", "works"), [("", True), ("RuntimeError: no peer", False)])
+def test_a_gpu_works_where_nccl_does(problem: str, works: bool) -> None:
+    torch = {"version": "2.15.0", "lacks": [], "gpus": ["NVIDIA H200"] * 2, "backends": {"nccl": problem}}
+    gpu, nccl, *_ = AREAS["gpu"]({"torch": torch})
+    assert (gpu.works, gpu.what) == (True, "torch sees 2 GPUs: NVIDIA H200")
+    assert (nccl.works, nccl.is_optional) == (works, False)
+
+
+def test_a_torch_that_takes_no_plans_says_what_it_lacks() -> None:
+    torch = {"version": "2.99.0", "lacks": ["Reducer._reset_state"], "gpus": [], "backends": {"gloo": ""}}
+    takes, gloo, *_ = AREAS["ddp"]({"torch": torch})
+    assert not takes.works
+    assert takes.what.endswith("it lacks Reducer._reset_state")
+    assert gloo.works
