@@ -12,6 +12,7 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -113,6 +114,24 @@ def test_plan_writes_a_plan_that_covers_the_model(folder: Path) -> None:
     plan = MergePlan.load(folder / "plan.json")
     assert plan.group_sizes == (1, 2, 3)
     assert plan.predicted["iteration_s"] == 18.0
+
+
+def test_plan_writes_the_sizes_that_torchs_own_ddp_takes(folder: Path) -> None:
+    command = ("plan", "--trace", "trace.json", "--cost", "cost.json", "--format", "torch")
+    done = run(folder, *command, "-o", "caps.json")
+    assert [size * 2**20 for size in json.loads((folder / "caps.json").read_text())] == [1, 2, 3]
+    assert "bucket_cap_mb_list" in done.stderr.splitlines()[1]
+
+
+def test_a_torch_that_takes_no_sizes_is_told_of_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "__init__", torch.nn.Module.__init__)
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["plan", "--trace", "trace.json", "--cost", "cost.json", "--format", "torch"])
+    assert done.exit_code == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 3
+    told = "torch 2.10.0 takes no bucket_cap_mb_list, 2.11 and newer do: here write the plan without --format and give"
+    assert done.stderr.splitlines()[0].startswith(told)
 
 
 def test_plan_takes_the_bucket_sizes_too(folder: Path) -> None:

@@ -72,7 +72,7 @@ def test_an_interrupt_while_workers_start_ends_them_without_a_word(tmp_path: Pat
 
 
 def test_an_interrupted_demo_leaves_no_run_behind(tmp_path: Path) -> None:
-    arguments = ("-m", "mgwfbp", "demo", "--no-lab", "--workers", "2", "-o", str(tmp_path / "demo"))
+    arguments = ("-m", "mgwfbp", "demo", "--no-lab", "-o", str(tmp_path / "demo"))
     status, said = interrupted(1.5, *arguments)
     assert status == 130
     assert "Traceback" not in said

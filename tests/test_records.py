@@ -34,6 +34,7 @@ from mgwfbp import (
 )
 from mgwfbp.files import MAX_FILE_BYTES
 from mgwfbp.record import Record
+from tests.examples import make_trace
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 seconds = st.floats(0, 1e6)
@@ -227,6 +228,18 @@ def test_a_bad_plan_is_refused_with_the_group(groups: Any, message: str) -> None
     data = damaged(MergePlan("toy", "by hand", (("a",),)), groups=groups)
     with pytest.raises(PlanError, match=message):
         MergePlan.from_json(data)
+
+
+def test_messages_that_torchs_own_ddp_cannot_be_told_are_refused() -> None:
+    trace = make_trace([1, 2, 3, 4], [4, 8, 0, 16])
+    assert MergePlan.of_sizes(trace, [1, 1, 2]).bucket_cap_mb_list(trace) == [4 / 2**20, 8 / 2**20, 16 / 2**20]
+    assert MergePlan("example", "by hand", (("g1", "g0"), ("g3", "g2"))).bucket_cap_mb_list(trace)[0] == 12 / 2**20
+    with pytest.raises(PlanError, match="message 1 of the plan does not hold the gradients that are ready next"):
+        MergePlan("example", "by hand", (("g0", "g2"), ("g1", "g3"))).bucket_cap_mb_list(trace)
+    with pytest.raises(PlanError, match="message 2 of the plan ends with 'g2' of 0 bytes"):
+        MergePlan.of_sizes(trace, [1, 2, 1]).bucket_cap_mb_list(trace)
+    with pytest.raises(PlanError, match="it was made for another model"):
+        MergePlan("example", "by hand", (("g0",),)).bucket_cap_mb_list(trace)
 
 
 def test_both_kinds_of_cost_and_a_network_load_from_their_files(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@
     ├── ResultError     (ValueError)   impossible result of a benchmark
     ├── SimulationError (ValueError)   impossible scenario or cluster
     ├── ReportError     (ValueError)   nothing to report on, or a picture that cannot be made
+    ├── IntegrationError (ImportError) a library that an integration needs is not installed
     ├── MeasureError    (RuntimeError) a measurement that cannot be made or failed, on this rank or another
     ├── LabError        (RuntimeError) impossible lab, one that cannot be made on this machine, or a rank that failed
     └── TrainError      (RuntimeError) impossible training run, one that cannot start or go on, or a worker that failed
@@ -25,6 +26,7 @@ __all__ = [
     "CostError",
     "FileError",
     "FormatError",
+    "IntegrationError",
     "LabError",
     "MeasureError",
     "MgwfbpError",
@@ -90,6 +92,10 @@ class SimulationError(MgwfbpError, ValueError):
 
 class ReportError(MgwfbpError, ValueError):
     """Nothing to report on, or a picture that cannot be made."""
+
+
+class IntegrationError(MgwfbpError, ImportError):
+    """A library that an integration needs is not installed."""
 
 
 class LabError(MgwfbpError, RuntimeError):

@@ -140,6 +140,50 @@ class MergePlan(Record):
             f"({'; '.join(differences)}); it was made for another model: make a new one with `mgwfbp plan`"
         )
 
+    def bucket_cap_mb_list(self, trace: ModelTrace) -> list[float]:
+        """Return the sizes in MiB with which torch's own DDP, from 2.11 on, sends these messages.
+
+        ``torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb_list=...)`` fills buckets in the order in which
+        gradients were ready in the first step, and closes the n-th bucket when it has reached the n-th size. So the
+        plan is in force from the second step on (``static_graph=True``: from the third), without this package, where
+        gradients become ready as in the trace.
+
+        Not expressed: gradients of several dtypes or devices (torch counts the sizes for each anew), sparse ones, and
+        ``find_unused_parameters=True``, where torch keeps the order of definition.
+
+        >>> from mgwfbp.trace import LayerTrace
+        >>> trace = ModelTrace("toy", 0.0, tuple(LayerTrace(name, 1.0, 2**19) for name in "cba"))
+        >>> MergePlan.of_sizes(trace, [1, 2]).bucket_cap_mb_list(trace)
+        [0.5, 1.0]
+
+        Args:
+            trace: the ready order and the bytes of the gradients; that of a tuned model is ``model.tuning.trace``.
+
+        Returns:
+            One size for each message, in the order in which they are sent.
+
+        Raises:
+            PlanError: where the plan is for other gradients, or torch cannot be told these messages.
+        """
+        self.check_covers([layer.name for layer in trace.layers])
+        caps, taken = [], 0
+        for number, group in enumerate(self.groups, 1):
+            layers = trace.layers[taken : taken + len(group)]
+            taken += len(group)
+            if {layer.name for layer in layers} != set(group):
+                raise PlanError(
+                    f"message {number} of the plan does not hold the gradients that are ready next in the trace of "
+                    f"{quote(trace.model)}, and torch's DDP fills buckets in ready order: give this plan to "
+                    "mgwfbp.DistributedDataParallel instead"
+                )
+            if len(layers) > 1 and not layers[-1].grad_bytes:
+                raise PlanError(
+                    f"message {number} of the plan ends with {quote(layers[-1].name)} of 0 bytes, and torch's DDP "
+                    "closes a bucket before it: give this plan to mgwfbp.DistributedDataParallel instead"
+                )
+            caps.append(sum(layer.grad_bytes for layer in layers) / 2**20)  # exact: torch multiplies by 2**20 again
+        return caps
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan.json``."""
         return {

@@ -16,15 +16,18 @@ from mgwfbp.runtime.gloo import destroy_process_group, init_process_group
 Scenario = Callable[[], dict[str, Any]]
 
 
-def run_ranks(module: str, scenarios: Sequence[str], folder: Path, world: int) -> list[Any]:
+def run_ranks(
+    module: str, scenarios: Sequence[str], folder: Path, world: int, environment: Mapping[str, str] | None = None
+) -> list[Any]:
     """Run ``python -m module folder scenario ...`` once per rank and return what each wrote; see `be_rank`."""
     logs = [folder / f"rank{rank}.log" for rank in range(world)]
     processes = []
     for rank, log in enumerate(logs):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
         with log.open("w") as stream:
             process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", module, str(folder), *scenarios],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **place, **(environment or {})},
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
@@ -47,6 +50,11 @@ def be_rank(scenarios: Mapping[str, Scenario]) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20))
-    result = {scenario: scenarios[scenario]() for scenario in sys.argv[2:]}
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    run_scenarios(scenarios)
     destroy_process_group()
+
+
+def run_scenarios(scenarios: Mapping[str, Scenario]) -> None:
+    """Run the scenarios that the command line names, and write what each returns."""
+    result = {scenario: scenarios[scenario]() for scenario in sys.argv[2:]}
+    (Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))

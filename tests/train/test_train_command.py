@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from mgwfbp import MergePlan, TrainingRun
+from mgwfbp import BenchResult, MergePlan, TrainingRun
 from mgwfbp.cli import run
 from mgwfbp.cli.children import free_port
 from mgwfbp.cli.train import _folder
 from mgwfbp.cli.train_progress import ProgressLines
 from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.train.config import TrainConfig
+from mgwfbp.units import format_seconds
 from tests.train.ranks import context, equal, logged_step, said, train_to_end, wait_until, weights
 
 ROOT = Path(__file__).parents[2]
@@ -130,10 +131,10 @@ def test_progress_needs_nobody_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_demo_overwrites_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "auto").mkdir()
-    (tmp_path / "auto" / "config.json").write_text("{}")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "config.json").write_text("{}")
     assert run(["demo", "-o", str(tmp_path)]) == 1
-    assert "holds a run already" in capsys.readouterr().err
+    assert "is there already" in capsys.readouterr().err
 
 
 @contextmanager
@@ -295,9 +296,9 @@ def test_a_worker_that_fails_too_often_ends_the_job_with_one_line(tmp_path: Path
 
 
 @pytest.mark.timeout(240)
-def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
+def test_the_demo_compares_and_trains_and_shows_both(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mgwfbp", "demo", "--no-lab", "--workers", "2", "--epochs", "1", "-o", str(tmp_path)],
+        [sys.executable, "-m", "mgwfbp", "demo", "--no-lab", "--turns", "1", "--epochs", "1", "-o", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=200,
@@ -305,8 +306,15 @@ def test_the_demo_trains_twice_and_shows_both(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout
-    assert f"both runs, step by step: {tmp_path / 'report.html'}" in done.stdout
-    for place in (tmp_path, tmp_path / "ddp", tmp_path / "auto"):  # of both, and of each
+    assert f"both, message by message: {tmp_path / 'report.html'}" in done.stdout
+    for place in (tmp_path, tmp_path / "training"):
         assert (place / "report.html").read_text().startswith("<!DOCTYPE html>")
-    first, second = (TrainingRun.load(tmp_path / name) for name in ("ddp", "auto"))
-    assert [line.top1 for line in first.epochs] == [line.top1 for line in second.epochs]  # at 2 ranks
+    result = BenchResult.load(tmp_path / "replay.json")
+    assert [one.strategy for one in result.strategies] == ["ddp", "optimal"]
+    for name, one in zip(("DDP's default", "ours"), result.strategies, strict=True):
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(name))
+        assert format_seconds(one.measured_s) in line
+        assert f"{result['ddp'].measured_s / one.measured_s:.2f}x" in line
+    run = TrainingRun.load(tmp_path / "training")
+    assert run.results is not None
+    assert f"{run.results.top1:.2%} of the digits right" in done.stdout

@@ -16,72 +16,87 @@ from mgwfbp.cli.output import print_line, print_table, talk
 from mgwfbp.cli.report import report
 from mgwfbp.errors import FileError, LabError, TrainError
 from mgwfbp.lab import Cluster, parse_rate, run_lab
+from mgwfbp.results import BenchResult
 from mgwfbp.run import TrainingRun
-from mgwfbp.units import format_seconds, plural
+from mgwfbp.units import format_range, format_seconds, plural
 
 __all__ = ["demo"]
 
-# What is compared: torch's own buckets, and ours.
-STRATEGIES = ("ddp", "auto")
+# DDP's default puts all but the first gradients of this model into one bucket, which leaves when the backward pass has
+# ended. As slow, and at this rate, messages take about as long as the backward pass, and two cores carry them easily.
+REPLAYED, SCALE, RATE = "mobilenet_v2-h200-b64", 4, "600mbit"
+WORKERS = 2
+# Torch's own buckets, and the plan made of what was measured in the run itself.
+STRATEGIES = ("ddp", "optimal")
 
 
 def demo(
-    workers: Annotated[int, typer.Option(min=2, help="How many train together.")] = 4,
-    epochs: Annotated[int, typer.Option(min=1, help="Of each of the two runs.")] = 16,
-    rate: Annotated[str, typer.Option(help="Of the emulated network between the workers.")] = "1gbit",
+    turns: Annotated[int, typer.Option(min=1, help="How often DDP's default and ours take turns.")] = 9,
+    epochs: Annotated[int, typer.Option(min=1, help="Of the training run.")] = 10,
+    rate: Annotated[str, typer.Option(help="Of the emulated network between the workers.")] = RATE,
     lab: Annotated[bool, typer.Option(help="Emulate a network, where this machine allows it.")] = True,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where the two runs are kept.")
+        str | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where results are kept.")
     ] = None,
 ) -> None:
-    """Train a net with DDP's default and with ours, and compare.
+    """Compare DDP's default with ours, and train a net.
 
-    On handwritten digits, over an emulated network.
+    Over an emulated network: first a recorded model, whose steps with DDP's default buckets and with ours take turns;
+    then a net that learns handwritten digits while its buckets are tuned.
     """
     try:
-        cluster = Cluster(num_hosts=workers, rate_bits_per_s=parse_rate(rate))
+        cluster = Cluster(num_hosts=WORKERS, rate_bits_per_s=parse_rate(rate))
     except LabError as error:
-        raise typer.BadParameter(str(error), param_hint="--rate, --workers") from None
+        raise typer.BadParameter(str(error), param_hint="--rate") from None
     names = (Path("runs") / f"demo-{number}" for number in count(1))
     folder = Path(output) if output else next(name for name in names if not name.exists())
-    for strategy in STRATEGIES:
-        if (folder / strategy / "config.json").exists():
-            raise FileError(f"{folder / strategy} holds a run already; choose another folder by --output")
-    runs = []
-    for strategy in STRATEGIES:
-        place = folder / strategy
-        command = [sys.executable, "-m", "mgwfbp", "train", "--strategy", strategy, "--epochs", str(epochs)]
-        command += ["--output", str(place)]
-        if lab:
-            talk("")
-            talk(f"{strategy}: {workers} emulated hosts with links of {rate}")
-            lab = _train_in_lab(command, cluster)
-        if not lab:
-            talk("")
-            talk(f"{strategy}: {plural(workers, 'worker')} on this machine")
-            _train_here([*command, "--workers", str(workers)])
-        runs.append(TrainingRun.load(place))
-        if runs[-1].results is None:
-            raise TrainError(f"{place}: the run was ended before its last epoch")
-    _show(runs)
-    _write_report(folder, runs)
+    replay, training = folder / "replay.json", folder / "training"
+    for place in (replay, training / "config.json"):
+        if place.exists():
+            raise FileError(f"{place} is there already; choose another folder by --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    where = f"{WORKERS} emulated hosts with links of {rate}" if lab else f"{WORKERS} workers on this machine"
+
+    talk(f"MobileNet-v2 as recorded on an H200, {SCALE} times as slow, on {where}: both ways in turns")
+    command = ["bench", "--replay", REPLAYED, "--scale", str(SCALE), "--strategies", ",".join(STRATEGIES)]
+    command += ["--turns", str(turns), "--steps", "2", "--budget", "2", "--output", str(replay)]
+    lab = _run(command, cluster, lab=lab)
+    result = BenchResult.load(replay)
+
+    talk("")
+    talk(f"A net that learns handwritten digits, on {where}: tuned while it trains")
+    _run(["train", "--strategy", "auto", "--epochs", str(epochs), "--output", str(training)], cluster, lab=lab)
+    run = TrainingRun.load(training)
+    if run.results is None:
+        raise TrainError(f"{training}: the run was ended before its last epoch")
+
+    talk("")
+    _show_replay(result, lab=lab)
+    _show_training(run)
+    page = folder / "report.html"
+    report([str(replay), str(training)], output=str(page))
+    print_line(f"both, message by message: {page}")
 
 
-def _train_in_lab(command: Sequence[str], cluster: Cluster) -> bool:
-    """Train on emulated hosts; return False where there can be none."""
-    # As torchrun does: the workers share the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    try:
-        result = run_lab(cluster, command, environment=environment, on_line=lambda line: _show_line(line.text))
-    except LabError as error:
-        talk(f"no emulated network here: {error}")
-        return False
-    if result.failed_rank is not None:
-        raise TrainError(f"worker {result.failed_rank} failed, status {result.status}")
-    return True
+def _run(command: Sequence[str], cluster: Cluster, *, lab: bool) -> bool:
+    """Run one of our commands on emulated hosts, or on local workers; return whether hosts could be emulated."""
+    full = [sys.executable, "-m", "mgwfbp", *command]
+    if lab:
+        # As torchrun does: the workers share the cores.
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        try:
+            result = run_lab(cluster, full, environment=environment, on_line=lambda line: _show_line(line.text))
+        except LabError as error:
+            talk(f"no emulated network here: {error}")
+        else:
+            if result.failed_rank is not None:
+                raise TrainError(f"worker {result.failed_rank} failed, status {result.status}")
+            return True
+    _run_here([*full, "--workers", str(cluster.num_hosts)])
+    return False
 
 
-def _train_here(command: Sequence[str]) -> None:
+def _run_here(command: Sequence[str]) -> None:
     with start_child(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None  # noqa: S101  # it is a pipe
         try:
@@ -97,45 +112,42 @@ def _train_here(command: Sequence[str]) -> None:
 
 
 def _show_line(text: str) -> None:
-    if not text.startswith("step "):
+    if not text.startswith(("step ", "strategy ", *(f"{name} " for name in STRATEGIES))):  # they come again, below
         talk(text)
 
 
-def _show(runs: Sequence[TrainingRun]) -> None:
-    """Print the runs side by side, and what the tuner has to say."""
-    rows = []
-    for run in runs:
-        assert run.results is not None  # noqa: S101  # it was looked at
-        exposed_s = next((line.exposed_s for line in reversed(run.steps) if line.exposed_s is not None), None)
-        rows.append(
-            (
-                run.results.strategy,
-                f"{run.results.samples_per_s:.0f}",
-                "-" if run.timeline is None else str(len(run.timeline.messages)),
-                "-" if exposed_s is None else format_seconds(exposed_s),
-                f"{run.results.top1:.2%}",
-            )
+def _show_replay(result: BenchResult, *, lab: bool) -> None:
+    """Print both ways side by side."""
+    names = {"ddp": "DDP's default", "optimal": "ours"}
+    rows = [
+        (
+            names[one.strategy],
+            str(one.num_messages),
+            format_seconds(one.measured_s),
+            format_range(one.low_s, one.high_s),
+            format_seconds(one.exposed_s),
+            f"{result.ratio_to(one.strategy):.2f}x",
         )
-    talk("")
-    print_table(("strategy", "samples/s", "messages", "exposed", "top-1"), rows)
-    tuned = runs[-1]
-    if tuned.plan is not None:
-        typer.echo(repr(tuned.plan))
-    tuning = tuned.tuning or {}
+        for one in result.strategies
+    ]
+    print_table(("MobileNet-v2, replayed", "messages", "step", "quartiles", "exposed", "vs DDP"), rows)
+    turns = plural(len(result.strategies[0].turns_s), "turn")
+    typer.echo(f"Measured: medians of {turns} each, one after the other, over {result.network}.")
+    if not lab:
+        typer.echo("Between workers on one machine messages take next to nothing: here there is little to win.")
+
+
+def _show_training(run: TrainingRun) -> None:
+    """Say what the net learnt and what the tuner found."""
+    assert run.results is not None  # noqa: S101  # it was looked at
+    typer.echo(
+        f"The net that was trained: {run.results.top1:.2%} of the digits right after {len(run.epochs)} epochs, "
+        f"{run.results.samples_per_s:.0f} samples/s."
+    )
+    tuning = run.tuning or {}
     if tuning.get("state") == "settled":
         before, after = (format_seconds(tuning[name]) for name in ("before_s", "after_s"))
-        typer.echo("These runs came one after the other, so what else the machine did meanwhile is in their speeds.")
-        typer.echo(f"In turns within one run, by the tuner: DDP's buckets {before} a step, the chosen plan {after}.")
-        if tuned.plan is not None and tuned.plan.planner == "ddp":
-            typer.echo("They are the same: of all plans that were tried here, none was faster than DDP's own buckets.")
-    elif tuning.get("reason"):  # it gave up
-        print_line(f"the tuner kept DDP's own buckets: {tuning['reason']}")
-    else:
-        typer.echo("the run was too short for the tuner to settle: give more --epochs")
-
-
-def _write_report(folder: Path, runs: Sequence[TrainingRun]) -> None:
-    """Write a page with both runs and say where it is."""
-    page = folder / "report.html"
-    report([str(run.folder) for run in runs], output=str(page))
-    print_line(f"both runs, step by step: {page}")
+        kept = "DDP's own buckets were kept" if run.plan is None or run.plan.planner == "ddp" else "a plan was kept"
+        typer.echo(f"Its tuner, in turns: DDP's buckets {before} a step, the best {after}; {kept}.")
+    elif tuning.get("reason"):  # it gave up, or had too few steps
+        print_line(f"Its tuner: {tuning['reason']}")

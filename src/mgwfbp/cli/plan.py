@@ -1,5 +1,11 @@
 """``mgwfbp plan``: write a plan."""
 
+import inspect
+import json
+from typing import Annotated, Literal
+
+import typer
+
 from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
@@ -12,7 +18,8 @@ from mgwfbp.cli.options import (
     find_planner,
     planners,
 )
-from mgwfbp.cli.output import check_not_input, talk, write_record
+from mgwfbp.cli.output import check_not_input, print_line, talk, write_record
+from mgwfbp.files import write_text
 from mgwfbp.planners import find_plan
 from mgwfbp.trace import load_trace
 from mgwfbp.units import format_seconds
@@ -28,16 +35,44 @@ def plan(
     inside: Inside = None,
     planner: PlannerName = "optimal",
     output: Output = None,
+    form: Annotated[
+        Literal["json", "torch"],
+        typer.Option("--format", help="plan.json, or the sizes that torch's own DDP takes as bucket_cap_mb_list."),
+    ] = "json",
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
     """Find which gradients to send together and write the plan."""
     check_not_input(output, [trace, cost])
     chosen = find_planner(planner, planners(bucket_mb, first_bucket_mb))
-    found = find_plan(load_trace(trace), read_cost(cost, workers, Links(per_node, inside)), chosen)
-    write_record(found, output)
+    model_trace = load_trace(trace)
+    found = find_plan(model_trace, read_cost(cost, workers, Links(per_node, inside)), chosen)
+    if form == "torch":
+        _write_caps(found.bucket_cap_mb_list(model_trace), output)
+    else:
+        write_record(found, output)
     predicted = found.predicted
     talk(
         f"{found!r}: step {format_seconds(predicted['iteration_s'])}, {format_seconds(predicted['exposed_s'])} of it "
         f"exposed communication; no plan can be below {format_seconds(predicted['lower_bound_s'])}"
     )
+
+
+def _write_caps(caps: list[float], output: str | None) -> None:
+    """Write the list of sizes, which is JSON and Python alike, and say what torch makes of it."""
+    text = json.dumps(caps)
+    if output is None:
+        print_line(text)
+    else:
+        write_text(output, f"{text}\n")
+        talk(f"wrote {output}")
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        talk("torch's DDP holds to bucket_cap_mb_list from its second step on, where gradients have one dtype")
+    else:
+        talk(
+            f"torch {torch.__version__} takes no bucket_cap_mb_list, 2.11 and newer do: here write the plan without "
+            "--format and give it to mgwfbp.DistributedDataParallel(model, plan=...)"
+        )

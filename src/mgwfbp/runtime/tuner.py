@@ -41,7 +41,7 @@ __all__ = ["Tuner"]
 
 WARMUP_STEPS = 10
 # A change of buckets may need this part of the gradients, or so many bytes, more than training needed so far.
-SPARE, SPARE_BYTES = 0.02, 16 * 2**20
+SPARE, SPARE_BYTES = 0.02, 32 * 2**20
 # Where no step has averaged gradients after so many forward passes, tuning says that it waits.
 SILENT_FORWARDS = 50
 

@@ -112,7 +112,7 @@ class Tuning:
             times = f"measured {format_seconds(self.after_s)} a step, {before} {format_seconds(self.before_s)}; "
         again = f"; looked again {plural(self.retuned, 'time')}" if self.retuned else ""
         again += f"; {self.problem}" if self.problem else ""
-        between = f" (between {format_range(*chosen.between_s)})" if chosen.between_s else ""
+        between = f" ({format_range(*chosen.between_s)})" if chosen.between_s else ""
         return (
             f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
             f"{plural(chosen.plan.num_groups, 'message')} a step, {before}{buckets} {self.messages_before}; {times}"
