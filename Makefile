@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint typecheck layers pytest torchtests matrix bench format clean
+.PHONY: help demo test lint typecheck layers pytest docs wheel torchtests matrix bench format clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready ## the main job on a fresh machine
 	@$(BIN)/mgwfbp demo
 
-test: lint typecheck layers pytest ## everything CI runs
+test: lint typecheck layers docs wheel pytest ## everything CI runs
 
 lint: $(VENV)/.ready ## ruff: format and lint
 	$(BIN)/ruff format --check .
@@ -30,6 +30,15 @@ layers: $(VENV)/.ready ## import-linter: the layers of docs/design.md
 
 pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+docs: $(VENV)/.ready ## the documentation site, build/docs/index.html; warnings are errors
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -c docs -d build/doctrees . build/docs
+	@! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' build/docs --include='*.html' || { echo 'these pages fetch something when they are opened'; exit 1; }
+
+wheel: $(VENV)/.ready ## the package in build/wheel: built, installed into an empty environment and tried there
+	@mkdir -p build
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --outdir build/wheel . >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	$(BIN)/python -m tests.try_wheel build/wheel
 
 torchtests: $(VENV)/.ready ## torch's own tests of DDP with our class (10 minutes, never part of test)
 	$(BIN)/python -m tests.runtime.torchs_own docs/torchs-own-tests.md
@@ -45,4 +54,4 @@ format: $(VENV)/.ready ## rewrite the code in our format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .nox .matrix
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks .nox .matrix

@@ -46,10 +46,10 @@ BEYOND = 4
 class Fit:
     """A cost and how well it fits; errors are relative, over the median of each size, padded where that is faster."""
 
-    cost: LinearCost | PiecewiseCost
-    mean_error: float
-    worst_error: float
-    num_sizes: int
+    cost: LinearCost | PiecewiseCost  # what was fitted
+    mean_error: float  # over all sizes, relative: 0.1 is 10 %
+    worst_error: float  # the largest of them
+    num_sizes: int  # so many sizes were fitted to
 
 
 def fit(
@@ -64,6 +64,18 @@ def fit(
     Where times fall as messages grow, that is noise, and averaged, unless they fall by more than a quarter. Then a
     message had better be padded to a larger size, so (but for ``linear``) it has the least time of larger sizes, and
     ``source["padded"]`` lists what was measured of such sizes.
+
+    Args:
+        samples: pairs of bytes and seconds, of two sizes or more.
+        workers: among how many they were measured.
+        kind: ``auto``, ``linear`` or ``piecewise``.
+        source: where they come from; kept in the cost.
+
+    Returns:
+        The cost and how well it fits.
+
+    Raises:
+        CostError: where no cost can be fitted: too few sizes, or times that no clock shows.
 
     >>> found = fit([(1000, 0.0012), (2000, 0.0014), (4000, 0.0018)], workers=4)
     >>> found.cost

@@ -226,13 +226,23 @@ class Record:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read the record from a file; every error names the file and, where there is one, the field."""
+        """Read the record from a file; every error names the file and, where there is one, the field.
+
+        Raises:
+            FileError: where the file cannot be read.
+            FormatError: where it is not such a record: no JSON, another format, a field that is missing.
+            MgwfbpError: the record's own error, where a value cannot be.
+        """
         data = read_json(path)
         with naming(path):
             return cls.from_json(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the record to a file, whole or not at all."""
+        """Write the record to a file, whole or not at all.
+
+        Raises:
+            FileError: where it cannot be written.
+        """
         write_text(path, self.dumps())
 
     def dumps(self) -> str:

@@ -70,6 +70,16 @@ class StrategyResult:
     ) -> Self:
         """Sum turns up: their median and quartiles, and what they exceed the step without communication by.
 
+        Args:
+            strategy: its name.
+            turns_s: the step of each turn, of the slowest rank.
+            compute_s: the step without communication.
+            num_messages: of a step.
+            **others: the other fields of this record.
+
+        Raises:
+            ResultError: where there are no turns, or a value cannot be.
+
         >>> result = StrategyResult.of_turns("ddp", [3.0, 2.0, 4.0, 3.5], 2.0, num_messages=1)
         >>> result.low_s, result.measured_s, result.high_s, result.exposed_s
         (2.75, 3.25, 3.625, 1.25)
@@ -151,18 +161,34 @@ class BenchResult(Record):
         return min(buckets, key=lambda result: result.measured_s, default=None)
 
     def ratio_to(self, strategy: str, other: str = "ddp") -> float | None:
-        """Return how many times faster than another a strategy is; None where that other was not measured."""
+        """Return how many times faster than another a strategy is; None where that other was not measured.
+
+        Args:
+            strategy: the name of a strategy of this benchmark.
+            other: the one it is compared with.
+
+        Raises:
+            ResultError: where ``strategy`` was not measured.
+        """
         if all(result.strategy != other for result in self.strategies):
             return None
         return self[other].measured_s / self[strategy].measured_s
 
     def ratio_to_best_bucket(self, strategy: str) -> float | None:
-        """Return how many times faster than the best fixed bucket size a strategy is."""
+        """Return how many times faster than the best fixed bucket size a strategy is; None where there is none.
+
+        Raises:
+            ResultError: where ``strategy`` was not measured.
+        """
         best = self.best_bucket
         return None if best is None else best.measured_s / self[strategy].measured_s
 
     def efficiency(self, strategy: str) -> float:
-        """Return a strategy's scaling efficiency: the step without communication over that with it."""
+        """Return a strategy's scaling efficiency: the step without communication over that with it.
+
+        Raises:
+            ResultError: where ``strategy`` was not measured.
+        """
         return self.compute_s / self[strategy].measured_s
 
     def speedup(self, strategy: str) -> float:

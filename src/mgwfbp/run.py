@@ -170,7 +170,15 @@ class TrainingRun:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
-        """Read a run's folder; every error names the file."""
+        """Read a run's folder, finished or not.
+
+        Args:
+            folder: what ``mgwfbp train -o`` was given.
+
+        Raises:
+            FileError: where it is not the folder of a run, or a file cannot be read.
+            FormatError: where a file in it is not what it should be; the message names it.
+        """
         place = Path(folder)
         if not place.is_dir():
             raise FileError(f"{show_path(place)}: no such folder, expected that of a training run")

@@ -12,6 +12,7 @@ from mgwfbp.cli.bench import bench
 from mgwfbp.cli.compare import compare
 from mgwfbp.cli.cost import cost
 from mgwfbp.cli.demo import demo
+from mgwfbp.cli.doctor import doctor
 from mgwfbp.cli.lab import lab
 from mgwfbp.cli.measure import measure
 from mgwfbp.cli.output import talk
@@ -34,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: in narrow terminals the boxes cut the names of options
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (compare, plan, cost, simulate, bench, train, paper, report, traces, demo):
+for command in (compare, plan, cost, simulate, bench, train, paper, report, traces, demo, doctor):
     app.command()(command)
 # What follows the program's name is its own, options too.
 app.command(context_settings={"allow_interspersed_args": False})(lab)
@@ -67,6 +68,11 @@ def run(arguments: Sequence[str]) -> int:
     except MgwfbpError as error:
         speaker = f"mgwfbp, rank {os.environ['RANK']}" if "RANK" in os.environ else "mgwfbp"
         talk(f"{speaker}: {error}")
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        talk("mgwfbp: this command needs torch, which is not installed: pip install torch (see `mgwfbp doctor`)")
         return 1
     except (typer.Abort, KeyboardInterrupt):
         return 130

@@ -11,7 +11,7 @@ from typing import Any
 
 from mgwfbp.units import printable
 
-__all__ = ["describe_run", "meters", "since"]
+__all__ = ["describe_run", "meters", "processor", "since"]
 
 
 def describe_run() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def describe_run() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "processor": _processor(),
+        "processor": processor(),
         "congestion_control": _congestion_control(),
         "cores": os.cpu_count(),
         "load": [round(load, 1) for load in os.getloadavg()],  # before the first step
@@ -44,7 +44,7 @@ def _congestion_control() -> str:
         return "unknown"
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the processor's name, where the kernel tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -169,6 +169,9 @@ def _check(name: str, value: float, lowest: float, highest: float) -> None:
 def parse_rate(text: str) -> float:
     """Read a link's rate, in bits per second, as ``tc`` writes it.
 
+    Raises:
+        LabError: where it is no rate.
+
     >>> parse_rate("2.5gbit"), parse_rate("200Mbit")
     (2500000000.0, 200000000.0)
     """
@@ -187,6 +190,9 @@ def parse_rate_change(text: str) -> tuple[float, float]:
 
 def parse_delay(text: str) -> float:
     """Read a delay, in seconds.
+
+    Raises:
+        LabError: where it is no delay.
 
     >>> parse_delay("50us"), parse_delay("2ms")
     (5e-05, 0.002)

@@ -71,6 +71,13 @@ def run_lab(
         on_line: called, in this thread, with each line that a rank writes.
         timeout_s: end the ranks, and raise a `LabError`, if they run longer.
         use_mps: start CUDA MPS where it is installed and not running yet, so that ranks share a GPU.
+
+    Returns:
+        How the ranks ended; a rank that fails is no error here, `LabResult.check` makes it one.
+
+    Raises:
+        LabError: where the lab cannot be made on this machine, or runs longer than ``timeout_s``.
+        FileError: where ``log_dir`` cannot be written.
     """
     inherited = dict(os.environ if environment is None else environment)
     program = _find_program(command, inherited)

@@ -53,9 +53,23 @@ def measure_allreduce(
     isolated times are in ``source``). Sizes are gone through in turns until about ``budget_s`` is spent or each was
     timed ``max_rounds`` times; of each the median counts. Where a slow network does not allow ``max_bytes`` so often,
     one message of it is timed, if that alone is within the budget; larger messages than were measured are taken to go
-    on at the last slope. Messages hold numbers of type ``dtype``, which a backend may add at a speed of its own.
+    on at the last slope.
 
-    Every rank gets the same cost. ``on_progress`` is called with the fraction that is done.
+    Args:
+        group: the ranks; all of them if not given.
+        device: where messages lie: ``cpu`` for gloo, ``cuda`` for nccl.
+        max_bytes: the largest message.
+        budget_s: about how long it may take.
+        max_rounds: how often each size is timed at most.
+        dtype: what messages hold; a backend may add other numbers at another speed.
+        on_progress: called with the fraction that is done.
+
+    Returns:
+        The cost, the same on every rank.
+
+    Raises:
+        MeasureError: on every rank, where there is one rank, no room for ``max_bytes``, ranks were given different
+            arguments, or one of them died.
     """
     if max_bytes < 8 or not budget_s > 0 or max_rounds < MIN_ROUNDS:
         raise MeasureError(

@@ -77,13 +77,24 @@ def measure_analytic(
 ) -> ModelTrace:
     """Count a step of a model on the meta device and say when each gradient would be ready on ``device``.
 
-    Needs no weights, no data and no such processor. The order of gradients is autograd's own. With
-    ``images_per_second``, the speed of one worker that was measured or published, all times are scaled to meet it. With
-    ``autocast_dtype`` the forward pass runs under autocast as CUDA's: matrices in 16 bits go at the device's rate for
-    them, traffic has the size that it has then, gradients are those of the parameters as they are.
+    Needs no weights, no data and no such processor. The order of gradients is autograd's own.
 
     Ignored: kernels that run beside one another or are fused (attention is its products and a softmax), caches, how
     well a shape suits the processor.
+
+    Args:
+        workload: the model and its batch, on the meta device.
+        device: the processor, one of `DEVICES` or one of your own.
+        images_per_second: the speed of one worker that was measured or published; all times are scaled to meet it.
+        autocast_dtype: where given, the forward pass runs under autocast as CUDA's: matrices in 16 bits go at the
+            device's rate for them, traffic has the size that it has then, gradients are the parameters' own.
+
+    Returns:
+        The trace; ``source`` says how it was made.
+
+    Raises:
+        MeasureError: where the model cannot be counted without values, is not on the meta device, or the device has no
+            rate for ``autocast_dtype``.
     """
     if autocast_dtype is not None:
         device.matrix_flops_per_s(format_dtype(autocast_dtype))  # or an error, before anything is counted
@@ -111,12 +122,26 @@ def measure_analytic(
 
 
 def count_operations(workload: Workload) -> OperationCount:
-    """Count the floating-point operations of one step with torch's own counter."""
+    """Count the floating-point operations of one step with torch's own counter.
+
+    Args:
+        workload: the model and its batch, on the meta device.
+
+    Raises:
+        MeasureError: where the model cannot be counted without values.
+    """
     return _run(workload, _COUNTER)[1]
 
 
 def ready_order(workload: Workload) -> list[str]:
-    """Return the parameters that get a gradient, in the order in which autograd makes them ready."""
+    """Return the parameters that get a gradient, in the order in which autograd makes them ready.
+
+    Args:
+        workload: the model and its batch, on the meta device.
+
+    Raises:
+        MeasureError: where the model cannot be run without values.
+    """
     trace, _ = _run(workload, _COUNTER)
     unused = set(trace.source["unused"])
     return [layer.name for layer in trace.layers if layer.name not in unused]

@@ -49,17 +49,29 @@ def measure_backward(
 ) -> ModelTrace:
     """Run a model's forward and backward pass and note when each gradient is ready.
 
-    ``batch`` is what the model is called with (a dict becomes keyword arguments, a tuple positional ones); ``loss_fn``
-    turns its output into one number. ``warmup`` steps are dropped, the others' medians make the trace, their spread is
-    in ``source``. With ``accumulation_steps`` k only the last of k backward passes is taken apart, since only there
-    gradients travel; what comes before it counts as forward. With ``autocast_dtype`` the forward pass runs under
-    autocast.
-
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters do not appear, shared ones once. The model's parameters, buffers and gradients and all random generators
-    are afterwards as they were, and no hook is left on the model; no optimizer is involved. ``on_step`` is called after
-    every step.
+    are afterwards as they were, and no hook is left on the model; no optimizer is involved. Needs no process group.
+
+    Args:
+        model: on the device where it is to be measured.
+        batch: what the model is called with; a dict becomes keyword arguments, a tuple positional ones.
+        loss_fn: turns the model's output into one number.
+        name: of the model in the trace; its class's if not given.
+        steps: how many are measured; their medians make the trace, their spread is in ``source``.
+        warmup: how many steps before those are dropped.
+        accumulation_steps: with k only the last of k backward passes is taken apart, since only there gradients
+            travel; what comes before it counts as forward.
+        autocast_dtype: where given, the forward pass runs under autocast with it.
+        on_step: called after every step.
+
+    Returns:
+        The trace, gradients in the order in which they are ready.
+
+    Raises:
+        MeasureError: where nothing can be measured: no parameter requires a gradient, parameters are on several
+            devices, the loss is not one number, or a count cannot be.
     """
     if steps < 1 or warmup < 0 or accumulation_steps < 1:
         raise MeasureError(

@@ -34,9 +34,17 @@ def trace_from_profile(path: str | os.PathLike[str], workload: Workload) -> Mode
 
     On a GPU a gradient is ready when the work that was launched before autograd accumulated it has ended (all-reduces,
     and streams that only copy, apart); on a CPU when it was accumulated. The first step is dropped if there are others,
-    medians make the trace. ``workload`` holds the model the profile is of, on the meta device. Gradients of no
-    parameter (an input that asks for one) are left out and counted in ``source``. A profile that does not hold enough
-    is refused.
+    medians make the trace. Gradients of no parameter (an input that asks for one) are left out and counted in
+    ``source``.
+
+    Args:
+        path: what ``export_chrome_trace`` wrote, of at least one whole step, with ``record_shapes=True``.
+        workload: the model that the profile is of, on the meta device.
+
+    Raises:
+        FileError: where the file cannot be read.
+        FormatError: where it is no profile, does not hold enough, or is of another model.
+        MeasureError: where the model cannot be run without values.
     """
     order = ready_order(workload)
     parameters = dict(trainable(workload.model))

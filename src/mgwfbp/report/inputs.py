@@ -83,7 +83,15 @@ def _describe(record: object) -> str:
 
 
 def load_inputs(names: Iterable[str | os.PathLike[str]]) -> Inputs:
-    """Read files, folders of training runs, recorded traces and preset networks, whatever each name stands for."""
+    """Read files, folders of training runs, recorded traces and preset networks, whatever each name stands for.
+
+    Args:
+        names: paths, and names of recorded traces and networks.
+
+    Raises:
+        FileError: where one cannot be read.
+        FormatError: where one is of no kind that can be shown.
+    """
     found: dict[str, list[Any]] = {}
     paths = [os.fspath(name) for name in names]
     for path, label in zip(paths, _labels(paths), strict=True):

@@ -25,6 +25,11 @@ def find_cases(
     Every benchmark is a case; so are the runs of one model and number of workers, as far as they need no more than one
     trace and cost; so is every trace with every cost and with every network of ``workers``, where each planner's step
     and that of every plan for this model is predicted. A timeline goes to the case of its model and number of workers.
+
+    Args:
+        inputs: what was read.
+        workers: numbers of workers for which the networks among the inputs are planned.
+        planners: whose steps are predicted, by name.
     """
     cases = [_bench_case(bench) for _, bench in inputs.benches]
     cases += _run_cases(inputs.runs, planners)

@@ -74,7 +74,14 @@ def build_page(
 ) -> str:
     """Return the text of a page that shows all that was given; it opens without a server and without a network.
 
-    ``workers`` are the numbers of workers for which networks among the inputs are planned.
+    Args:
+        inputs: what is shown.
+        workers: numbers of workers for which the networks among the inputs are planned.
+        planners: whose steps are predicted, by name.
+        title: of the page; made of the inputs if not given.
+
+    Raises:
+        ReportError: where there is nothing to show.
     """
     cases = find_cases(inputs, workers=workers, planners=planners)
     scaling = _scaling_rows(inputs, cases, planners)

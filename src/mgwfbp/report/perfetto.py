@@ -51,6 +51,13 @@ def to_perfetto(timelines: Sequence[LabelledTimeline], *, max_ranks: int = MAX_R
 
     Thread ``step`` has two spans, computation and exposed communication, which add up to the step. A predicted step is
     that of every rank; a measured one is the one that was observed, and no more is made of it.
+
+    Args:
+        timelines: what is shown, one process each.
+        max_ranks: of a predicted step so many ranks are shown at most.
+
+    Returns:
+        The content of a file for ui.perfetto.dev, ready for ``json.dump``.
     """
     events: list[dict[str, Any]] = []
     process = 0

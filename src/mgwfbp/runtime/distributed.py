@@ -258,6 +258,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         inside ``no_sync`` or ``join``. Gradients, comm hooks and everything else that was set stay; a comm hook that
         keeps state per bucket (PowerSGD) must be able to meet other buckets. Tuning ends.
 
+        Args:
+            plan: a `MergePlan`, the path of one, or None.
+
         Raises:
             PlanError: on every rank, where the plan cannot be run or ranks differ; the plan in force stays.
         """

@@ -75,7 +75,11 @@ class Observation:
         return PackedSteps.of(self._steps, self.gradients, self.sizes, "gradients", "messages").agreed(self._group)
 
     def agreed_trace(self) -> ModelTrace:
-        """Return when each gradient was ready on the slowest rank. All ranks must call it, and get the same."""
+        """Return when each gradient was ready on the slowest rank. All ranks must call it, and get the same.
+
+        Raises:
+            MeasureError: on every rank, where one of them observed nothing, or another model.
+        """
         return agree_on_trace(self.trace, self._group)
 
     @property

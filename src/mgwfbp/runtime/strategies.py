@@ -54,6 +54,17 @@ def parallel(
     Where no ``trace`` is given gradients are taken to be ready in the reverse order of ``module.named_parameters()``.
     A plan's message that would merge several dtypes or devices, or a sparse gradient with others, becomes several.
     All strategies average alike: up to the order of sums, training is the same with each.
+
+    Args:
+        module: the model.
+        strategy: see above.
+        trace: when gradients are ready.
+        cost: what a message takes.
+        **ddp_arguments: as `mgwfbp.DistributedDataParallel` takes them.
+
+    Raises:
+        StrategyError: where the strategy is unknown, lacks a trace or a cost, or cannot do what is asked.
+        PlanError: on every rank, where the plan cannot be run or ranks differ.
     """
     if isinstance(strategy, MergePlan) or not isinstance(strategy, str) or _is_path(strategy):
         return DistributedDataParallel(module, plan=strategy, **ddp_arguments)
@@ -84,7 +95,17 @@ def plan_for(
     cost: Cost | None = None,
     delayed: frozenset[str] = frozenset(),
 ) -> MergePlan:
-    """Return the plan of a strategy that has one, for a module's gradients, without those that are ``delayed``.
+    """Return the plan of a strategy that has one, for a module's gradients.
+
+    Args:
+        module: the model.
+        strategy: one of `STRATEGIES` but ``auto`` and ``ddp``, or ``bucket-N``.
+        trace: when gradients are ready; needed by ``mgwfbp`` and ``optimal``.
+        cost: what a message takes; needed by the same.
+        delayed: names of gradients that are left out.
+
+    Raises:
+        StrategyError: where the strategy is unknown, or lacks a trace or a cost.
 
     >>> plan_for(nn.Linear(2, 3), "wfbp").groups
     (('bias',), ('weight',))
