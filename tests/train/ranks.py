@@ -1,8 +1,6 @@
-"""Real workers without the command line, started quickly: each is forked off a process that has imported torch."""
+"""Real workers without the command line, started quickly: see `tests.forking`."""
 
-import functools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,18 +24,9 @@ from mgwfbp.train.claim import Job
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.listener import Listener
 from mgwfbp.train.worker import run_worker
+from tests.forking import context
 
 TIMEOUT_S = 60.0
-
-
-@functools.cache
-def context() -> Any:
-    os.environ["OMP_NUM_THREADS"] = "1"  # as the command's workers have it, however the tests are run
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.train.ranks", "sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "torchvision"]
-    )
-    return context
 
 
 class Said(Listener):

@@ -20,7 +20,8 @@ from mgwfbp.cli.train import _folder
 from mgwfbp.cli.train_progress import ProgressLines
 from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.train.config import TrainConfig
-from tests.train.ranks import context, equal, logged_step, said, train_to_end, wait_until, weights
+from tests.forking import context
+from tests.train.ranks import equal, logged_step, said, train_to_end, wait_until, weights
 
 ROOT = Path(__file__).parents[2]
 # The same run twice: for the command line, and for workers that tests start themselves.
