@@ -90,15 +90,16 @@ def test_ranks_have_a_moment_to_end_well_and_what_they_write_in_it_is_kept(machi
 
 
 def test_ranks_that_do_not_end_when_asked_are_killed_and_at_once_on_the_second_ctrl_c(machine: Machine) -> None:
-    script = "trap '' TERM INT HUP; echo ready; while :; do sleep 0.05; done"
+    script = "trap '' INT HUP; trap 'echo asked' TERM; echo ready; while :; do sleep 0.05; done"
     with (
         machine.lab(*LAB_ARGUMENTS, "sh", "-c", script) as patient,
         machine.lab(*LAB_ARGUMENTS, "sh", "-c", script) as hasty,
     ):
         for lab in (patient, hasty):
             wait_for_lines(lab, "ready", 2)
+        for lab in (hasty, patient):
             lab.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        wait_for_lines(hasty, "asked", 2)
         hasty.send_signal(signal.SIGINT)
         hasty.communicate(timeout=30)
         assert patient.poll() is None  # still waiting for its ranks
