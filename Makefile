@@ -28,8 +28,9 @@ typecheck: $(VENV)/.ready ## mypy --strict
 layers: $(VENV)/.ready ## import-linter: the layers of docs/design.md
 	$(BIN)/lint-imports
 
+# Two processes share the files: most tests wait, or use one core.
 pytest: $(VENV)/.ready ## tests and doctests, warnings are errors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 docs: $(VENV)/.ready ## the documentation site, build/docs/index.html; warnings are errors
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -c docs -d build/doctrees . build/docs

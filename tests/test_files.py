@@ -28,12 +28,16 @@ def test_a_pipe_that_nobody_writes_to_is_given_up(pipe: Path) -> None:
         read_text(pipe)
 
 
-def test_a_pipe_whose_writer_comes_late_and_writes_slowly_is_read_to_its_end(pipe: Path) -> None:
+def test_a_pipe_whose_writer_comes_late_and_writes_slowly_is_read_to_its_end(
+    pipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIPE_WAIT_S", 2.0)
+
     def write() -> None:
         time.sleep(0.2)
         with pipe.open("w") as stream:
             for word in ("[1,", " 2", "]"):
-                time.sleep(0.7)  # longer than a writer may take to come
+                time.sleep(0.7)  # together longer than a writer may take to come
                 stream.write(word)
                 stream.flush()
 
@@ -48,7 +52,8 @@ def test_a_pipe_that_nobody_reads_is_given_up(pipe: Path) -> None:
         write_text(pipe, "a")
 
 
-def test_a_pipe_longer_than_the_limit_is_not_read_to_its_end(pipe: Path) -> None:
+def test_a_pipe_longer_than_the_limit_is_not_read_to_its_end(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIPE_WAIT_S", 30.0)
     writer = subprocess.Popen(["sh", "-c", f"exec cat /dev/zero > {pipe}"], stderr=subprocess.DEVNULL)
     with pytest.raises(FileError, match="larger than 1 MiB"):
         read_text(pipe, max_bytes=2**20)

@@ -50,10 +50,13 @@ def check(status: int, said: str) -> None:
 
 @pytest.mark.parametrize("start", [("-m", "mgwfbp"), SCRIPT], ids=["module", "script"])
 def test_an_interrupt_while_a_command_starts_is_status_130_without_a_word(start: tuple[str, ...]) -> None:
-    ends = [interrupted(delay_s, *start, *LONG, "--steps", "100000") for delay_s in (0, 0.03, 0.06, 0.1, 0.2, 0.4, 0.6)]
-    for status, said in ends:
-        check(status, said)
-    assert (130, "") in ends  # some came when there was something to see to
+    ends = []
+    for delay_s in (0, 0.03, 0.06, 0.1, 0.2, 0.4, 0.6, 1.2, 2.4, 4.8, 9.6):
+        if delay_s > 0.6 and (130, "") in ends:  # some came when there was something to see to
+            break
+        ends.append(interrupted(delay_s, *start, *LONG, "--steps", "100000"))
+        check(*ends[-1])
+    assert (130, "") in ends
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.0, 1.7, 2.4])
@@ -73,7 +76,10 @@ def test_an_interrupt_while_workers_start_ends_them_without_a_word(tmp_path: Pat
 
 def test_an_interrupted_demo_leaves_no_run_behind(tmp_path: Path) -> None:
     arguments = ("-m", "mgwfbp", "demo", "--no-lab", "-o", str(tmp_path / "demo"))
-    status, said = interrupted(1.5, *arguments)
+    for delay_s in (1.5, 3, 6, 12):  # where the machine is busy, Python itself has not started by then
+        status, said = interrupted(delay_s, *arguments)
+        if status == 130:
+            break
     assert status == 130
     assert "Traceback" not in said
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path / "demo") in text_of(path)]
@@ -87,15 +93,17 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def test_where_interrupts_are_ignored_they_stay_so() -> None:
+def test_where_interrupts_are_ignored_they_stay_so(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
     process = subprocess.Popen(
-        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "mgwfbp", "traces"],
+        ["sh", "-c", f"trap '' INT; : > {ready}; exec \"$@\"", "sh", sys.executable, "-m", "mgwfbp", "traces"],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(0.05)  # the shell has done its part
+    while not ready.exists():
+        time.sleep(0.01)
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.02)

@@ -5,8 +5,9 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,15 +91,16 @@ def test_ranks_have_a_moment_to_end_well_and_what_they_write_in_it_is_kept(machi
 
 
 def test_ranks_that_do_not_end_when_asked_are_killed_and_at_once_on_the_second_ctrl_c(machine: Machine) -> None:
-    script = "trap '' TERM INT HUP; echo ready; while :; do sleep 0.05; done"
+    script = "trap '' INT HUP; trap 'echo asked' TERM; echo ready; while :; do sleep 0.05; done"
     with (
         machine.lab(*LAB_ARGUMENTS, "sh", "-c", script) as patient,
         machine.lab(*LAB_ARGUMENTS, "sh", "-c", script) as hasty,
     ):
         for lab in (patient, hasty):
             wait_for_lines(lab, "ready", 2)
+        for lab in (hasty, patient):
             lab.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        wait_for_lines(hasty, "asked", 2)
         hasty.send_signal(signal.SIGINT)
         hasty.communicate(timeout=30)
         assert patient.poll() is None  # still waiting for its ranks
@@ -244,12 +246,17 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+@pytest.fixture
+def open_machine() -> Iterator[Machine]:
+    """A machine whose directory everybody reaches: whenever pytest starts, it closes the one of all its tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        yield Machine(Path(folder))
+
+
 def run_as_ordinary_user(machine: Machine, limit: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     if os.geteuid() != 0:
         pytest.skip("needs root, to become someone else")
-    machine.temporary.chmod(0o777)
-    for parent in list(machine.temporary.parents)[:2]:
-        parent.chmod(0o755)
     code = "from mgwfbp.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", ORDINARY_USER, limit, sys.executable, "-c", code, "lab", *LAB_ARGUMENTS, *arguments],
@@ -265,16 +272,16 @@ def run_as_ordinary_user(machine: Machine, limit: str, *arguments: str) -> "subp
     return done
 
 
-def test_an_ordinary_user_can_run_a_lab_and_gains_nothing_by_it(machine: Machine) -> None:
+def test_an_ordinary_user_can_run_a_lab_and_gains_nothing_by_it(open_machine: Machine) -> None:
     if Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0":
         pytest.skip("this kernel does not allow unprivileged user namespaces")
-    done = run_as_ordinary_user(machine, "free", "sh", "-c", "id -u; grep CapEff /proc/self/status")
+    done = run_as_ordinary_user(open_machine, "free", "sh", "-c", "id -u; grep CapEff /proc/self/status")
     assert done.returncode == 0, done.stderr
     assert sorted(line.split()[-1] for line in done.stdout.splitlines()) == ["0" * 16] * 2 + ["65534"] * 2
 
 
-def test_an_ordinary_user_who_may_not_is_told_what_is_missing(machine: Machine) -> None:
-    done = run_as_ordinary_user(machine, "limited", "true")
+def test_an_ordinary_user_who_may_not_is_told_what_is_missing(open_machine: Machine) -> None:
+    done = run_as_ordinary_user(open_machine, "limited", "true")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "user.max_user_namespaces is 0" in done.stderr
     assert "run as root" in done.stderr

@@ -14,7 +14,8 @@ from mgwfbp import MeasureError
 from mgwfbp.cli import children, meeting
 from mgwfbp.cli.children import free_port, run_workers
 from mgwfbp.runtime import gloo
-from tests.train.ranks import context, wait_until
+from tests.forking import context
+from tests.train.ranks import wait_until
 
 PATIENCE_S, LONG_S = 2.0, 30.0
 

@@ -1,35 +1,21 @@
 """Several ranks, real processes: the same result on every one, or the same error."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgwfbp import ModelTrace, PiecewiseCost
+from tests.forking import run_module
 
 Results = list[dict[str, Any] | None]
 
 
-def run_ranks(folder: Path, world: int, *scenarios: str) -> tuple[Results, list[int]]:
+def run_ranks(folder: Path, world: int, *scenarios: str) -> tuple[Results, list[int | None]]:
     """Run scenarios of tests/measure/ranks.py; return what each rank wrote (None for nothing) and its exit status."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.measure.ranks", str(folder), *scenarios],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        statuses = [process.wait(timeout=90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    statuses = run_module("tests.measure.ranks", scenarios, folder, world, timeout_s=90)
     files = [folder / f"rank{rank}.json" for rank in range(world)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files], statuses
 
@@ -37,7 +23,8 @@ def run_ranks(folder: Path, world: int, *scenarios: str) -> tuple[Results, list[
 def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
     """Run scenarios that end on every rank; return what each rank found, by scenario."""
     results, statuses = run_ranks(folder, world, *scenarios)
-    assert statuses == [0] * world
+    logs = [folder / f"rank{rank}.log" for rank in range(world)]
+    assert statuses == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
     return {scenario: [result[scenario] for result in results if result] for scenario in scenarios}
 
 

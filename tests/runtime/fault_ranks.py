@@ -3,6 +3,7 @@
 Each fault happens on one rank alone, while the tuner works; beside it the same training with torch's own class.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,9 +104,15 @@ def train(wrapper: Callable[..., Any], step: Step) -> tuple[Any, dict[str, Tenso
     return model, {f"value of {name}": value.detach().clone() for name, value in model.module.named_parameters()}
 
 
+@functools.cache
+def stocks(step: Step) -> dict[str, Tensor]:
+    """Return the parameters that torch's class ends with."""
+    return train(StockDdp, step)[1]
+
+
 def beside(step: Step = usual, fault: Callable[[pytest.MonkeyPatch], None] | None = None) -> dict[str, Any]:
     """Train with torch's class, and with ours and the fault; say how far apart they end, and what ours says."""
-    _, expected = train(StockDdp, step)
+    expected = stocks(step)
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             fault(patch)

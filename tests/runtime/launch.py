@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -12,36 +11,28 @@ from typing import Any
 import torch
 
 from mgwfbp.runtime.gloo import destroy_process_group, init_process_group
+from tests.forking import run_module
 
 Scenario = Callable[[], dict[str, Any]]
 
 
 def run_ranks(
-    module: str, scenarios: Sequence[str], folder: Path, world: int, environment: Mapping[str, str] | None = None
+    module: str, scenarios: Sequence[str], folder: Path, world: int, variables: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Run ``python -m module folder scenario ...`` once per rank and return what each wrote; see `be_rank`."""
+    found = let_ranks_end(module, scenarios, folder, world, variables)
     logs = [folder / f"rank{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", module, str(folder), *scenarios],
-                env={**os.environ, **place, **(environment or {})},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
-        processes.append(process)
-    try:
-        for process in processes:
-            process.wait(timeout=250)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    assert None not in found, "\n".join(log.read_text()[-3000:] for log in logs)
+    return found
+
+
+def let_ranks_end(
+    module: str, scenarios: Sequence[str], folder: Path, world: int, variables: Mapping[str, str] | None = None
+) -> list[Any]:
+    """The same for ranks that may be killed, None for each that wrote nothing, with more in their environment."""
+    run_module(module, scenarios, folder, world, timeout_s=250, variables=variables)
     results = [folder / f"rank{rank}.json" for rank in range(world)]
-    assert all(result.exists() for result in results), "\n".join(log.read_text()[-3000:] for log in logs)
-    return [json.loads(result.read_text()) for result in results]
+    return [json.loads(result.read_text()) if result.exists() else None for result in results]
 
 
 def be_rank(scenarios: Mapping[str, Scenario]) -> None:

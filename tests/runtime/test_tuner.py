@@ -1,15 +1,11 @@
 """The tuner and the observer, on real processes, beside torch's own DDP."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runtime.launch import run_ranks
+from tests.runtime.launch import let_ranks_end, run_ranks
 from tests.runtime.tuner_ranks import ENOUGH_STEPS
 
 pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
@@ -154,27 +150,6 @@ def test_the_observer_sees_the_messages_of_the_plan_each_after_its_gradients_and
 def test_where_a_rank_is_killed_while_the_tuner_works_the_others_end_with_an_error(
     tmp_path: Path, last_step: int
 ) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", RANKS, str(tmp_path), "killed"],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "OMP_NUM_THREADS": "1",
-                "TEST_LAST_STEP": str(last_step),
-            },
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=100)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    found = json.loads((tmp_path / "rank0.json").read_text())["killed"]
-    assert found["told"]
-    assert not (tmp_path / "rank1.json").exists()
+    first, second = let_ranks_end(RANKS, ["killed"], tmp_path, 2, {"TEST_LAST_STEP": str(last_step)})
+    assert first["killed"]["told"]
+    assert second is None

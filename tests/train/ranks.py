@@ -1,8 +1,6 @@
-"""Real workers without the command line, started quickly: each is forked off a process that has imported torch."""
+"""Real workers without the command line, started quickly: see `tests.forking`."""
 
-import functools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,36 +17,31 @@ import torch
 import torch.distributed as dist
 
 from mgwfbp.errors import MgwfbpError
-from mgwfbp.run import TrainingRun
+from mgwfbp.run import LoggedStep, TrainingRun
 from mgwfbp.runtime.gloo import destroy_process_group
 from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.claim import Job
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.listener import Listener
 from mgwfbp.train.worker import run_worker
+from tests.forking import context
 
 TIMEOUT_S = 60.0
 
 
-@functools.cache
-def context() -> Any:
-    os.environ["OMP_NUM_THREADS"] = "1"  # as the command's workers have it, however the tests are run
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.train.ranks", "sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "torchvision"]
-    )
-    return context
-
-
 class Said(Listener):
-    """Keeps what a run says in a file."""
+    """Keeps what a run says in a file; after its last step, where it has one, the run waits to be ended."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, last_step: int | None = None) -> None:
+        self._path, self._last_step = path, last_step
 
     def say(self, text: str) -> None:
         with self._path.open("a") as file:
             file.write(text + "\n")
+
+    def step(self, line: LoggedStep, num_steps: int) -> None:  # noqa: ARG002 - as it is called
+        if self._last_step is not None and line.step >= self._last_step:
+            signal.pause()
 
 
 @dataclass
@@ -123,13 +116,15 @@ def fork_all(calls: list[tuple[Callable[..., None], tuple[object, ...]]]) -> lis
         ranks.kill()
 
 
-def train(rank: int, config: TrainConfig, folder: Path, resume: bool, job: Job | None = None) -> None:
+def train(
+    rank: int, config: TrainConfig, folder: Path, resume: bool, job: Job | None = None, last_step: int | None = None
+) -> None:
     """What one rank does in a run; its errors go to ``rankN.txt`` beside the folder."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     beside = folder.parent / f"{folder.name}-said"
     beside.mkdir(exist_ok=True)
-    listener = Said(beside / "said.txt") if rank == 0 else Listener()
+    listener = Said(beside / "said.txt", last_step) if rank == 0 else Listener()
     try:
         run_worker(
             config,

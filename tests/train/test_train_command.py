@@ -21,7 +21,8 @@ from mgwfbp.cli.train_progress import ProgressLines
 from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.units import format_seconds
-from tests.train.ranks import context, equal, logged_step, said, train_to_end, wait_until, weights
+from tests.forking import context
+from tests.train.ranks import equal, logged_step, said, train_to_end, wait_until, weights
 
 ROOT = Path(__file__).parents[2]
 # The same run twice: for the command line, and for workers that tests start themselves.
@@ -174,6 +175,12 @@ def workers_in(folder: str) -> list[int]:
     return sorted(found)
 
 
+def cpu_s(pid: int) -> float:
+    """How long a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def be_an_agent(folder: Path) -> None:
     """Start the workers of a run as an elastic agent does, tell their ids, and wait to be killed."""
     port, pids = free_port(), []
@@ -259,6 +266,7 @@ def test_a_worker_that_somebody_ends_is_named_with_the_signal(tmp_path: Path) ->
 def test_an_interrupt_while_training_starts_is_a_line_at_most(tmp_path: Path, delay_s: float) -> None:
     with training("-o", str(tmp_path / "run")) as process:
         time.sleep(delay_s)
+        wait_until(lambda: cpu_s(process.pid) >= 0.3)  # Python itself has started
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=40)  # less than workers that wait for one another have
     assert process.returncode in (130, 1, 0), err
