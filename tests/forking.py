@@ -65,6 +65,7 @@ def run_module(
 
 def _be_module(module: str, arguments: list[str], variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))  # Python has started already
     log = os.open(Path(arguments[0]) / f"rank{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
