@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp.measure.clock import HostClock
 from mgwfbp.runtime import decide as decide_module
+from mgwfbp.runtime import distributed
 from mgwfbp.runtime import tuner as tuner_module
 from mgwfbp.runtime.kinds import check_kinds
 from mgwfbp.runtime.learn import PackedSteps
@@ -185,8 +186,6 @@ def faults() -> dict[str, Any]:
         patch.setattr(PackedSteps, "of", raise_at(1, MemoryError("no room for numbers"), PackedSteps.of))
 
     def unfit(patch: pytest.MonkeyPatch) -> None:
-        from mgwfbp.runtime import distributed
-
         calls = iter(range(10**6))
         patch.setattr(
             distributed,
@@ -197,7 +196,10 @@ def faults() -> dict[str, Any]:
     def second_rebuild(patch: pytest.MonkeyPatch) -> None:
         rebuild_fails(patch, 2)
 
-    stages = [rebuild_fails, second_rebuild, planner, learning, clock, reading, packing, unfit]
+    def construction(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(distributed, "missing", lambda: ("what it has elsewhere",) if is_odd() else ())
+
+    stages = [construction, rebuild_fails, second_rebuild, planner, learning, clock, reading, packing, unfit]
     return {stage.__name__: beside(fault=stage) for stage in stages}
 
 

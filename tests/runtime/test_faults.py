@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
-from tests.runtime.fault_ranks import STEPS
+from tests.runtime.fault_ranks import ODD, STEPS
 from tests.runtime.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
@@ -31,6 +32,14 @@ def test_steps_that_one_rank_does_differently_are_counted_alike_and_tuning_goes_
         check_training_is_stocks(found, len(ranks))
         assert found["state"] != "off", found["reason"]
         assert found["steps"] == STEPS
+
+
+def test_a_rank_that_cannot_tune_from_the_start_keeps_the_others_from_it(ranks: list[Any]) -> None:
+    lacks = f"torch {torch.__version__} lacks what it has elsewhere"
+    for rank, found in enumerate(told["faults"]["construction"] for told in ranks):
+        check_training_is_stocks(found, len(ranks))
+        assert (found["state"], found["steps"], found["planner"]) == ("off", 0, "ddp")
+        assert found["reason"] == (lacks if rank == ODD else f"rank {ODD} cannot tune: {lacks}")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError
-from mgwfbp.measure.agreement import agree_on_plan, on_device
+from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.compile_private import follow_plans, warn_of_old_cuts
@@ -121,7 +121,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
         """Agree with the other ranks on the plan, once parameters are known and before ranks exchange anything."""
         clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
-        requested = None if self._absent or cannot_hold(self) else plan
+        requested = None if self._cannot_hold else plan
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
         if requested is None and not given.get("init_sync", True):
             return
@@ -131,8 +131,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 raise PlanError(f"plan= and {clash[0]}= are both given, and each says how large buckets are")
             return None if requested is None else _prepare(requested, Parameters(self))
 
+        tunes = self._tuning == _TO_BEGIN
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
-            self._plan = agree_on_plan(prepare, self.process_group, tunes=self._tuning == _TO_BEGIN)
+            self._plan = agree_on_plan(prepare, self.process_group, tunes=tunes)
+            failed = first_problem(self._cannot_hold, self.process_group) if tunes else None
+        if failed is not None and not self._cannot_hold:  # which says it itself
+            self._tuning = Tuning("off", f"rank {failed[0]} cannot tune: {failed[1]}")
+
+    @property
+    def _cannot_hold(self) -> str:
+        """Why no buckets can be given on this rank; empty where they can."""
+        return f"torch {torch.__version__} lacks {', '.join(self._absent)}" if self._absent else cannot_hold(self)
 
     def _build_params_for_reducer(self) -> Any:
         built = super()._build_params_for_reducer()
@@ -143,9 +152,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _begin(self, *, plan_was_given: bool) -> None:
         """Do what follows every construction, be it from the constructor, a pickle or a copy."""
-        cannot = cannot_hold(self)
-        if self._absent:
-            cannot = f"torch {torch.__version__} lacks {', '.join(self._absent)}"
+        cannot = self._cannot_hold
         if cannot:
             if plan_was_given:
                 warn_user(f"the plan is not used and DDP's own buckets are: {cannot}")
