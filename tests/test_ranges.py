@@ -1,5 +1,7 @@
 """How sure a prediction is."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,14 @@ def test_where_nothing_is_known_there_is_no_range(source: dict[str, object]) -> 
     assert off_by(cost, 1.0) is cost
     assert "low_s" not in find_plan(TRACE, cost).predicted
     assert predict_range(TRACE, load_network("10gbe").cost(4), find_plan(TRACE, cost)) is None
+
+
+def test_a_trace_that_knows_its_error_widens_the_range() -> None:
+    cost = LinearCost(2, 1.0, 0.0, {"fit": {"mean_error": 0.0}})
+    unsure = replace(TRACE, source={"off": 0.25})
+    plan = find_plan(TRACE, cost, "single")
+    assert predict_range(TRACE, cost, plan) == (4.0, 4.0)
+    assert predict_range(unsure, cost, plan) == pytest.approx((3.0 / 1.25 + 1, 3.0 * 1.25 + 1))
 
 
 def test_messages_off_by_so_many_errors_take_nothing_else_from_the_computation() -> None:

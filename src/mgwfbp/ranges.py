@@ -1,7 +1,8 @@
-"""How sure a prediction is: the step with messages as much faster, and as much slower, as their cost may be off.
+"""How sure a prediction is: the step with all as much faster, and as much slower, as cost and trace may be off.
 
 A cost that was fitted or learnt knows how far it is from what was measured: ``source["spread"]`` has a relative error
-for each of its points, or else ``source["fit"]`` the mean one. Of a network that was written down nothing is known.
+for each of its points, or else ``source["fit"]`` the mean one. Of a network that was written down nothing is known. A
+trace that was observed in training knows the error of its median, ``source["off"]``.
 """
 
 import math
@@ -57,7 +58,7 @@ def off_by(cost: Cost, errors: float) -> Cost:
 
 
 def predict_range(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[float, float] | None:
-    """Return the step with all messages faster, and with all slower, by what their cost may be off; None if unknown.
+    """Return the step with all faster, and with all slower, by what may be off; None where the cost does not know it.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 3.0, (LayerTrace("a", 2.0, 10),))
@@ -67,5 +68,9 @@ def predict_range(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[float
     """
     if spread_of(cost) is None:
         return None
-    low_s, high_s = (predict(trace, off_by(cost, errors), plan).iteration_s for errors in (-1.0, 1.0))
-    return low_s, high_s
+    off = trace.source.get("off")
+    times = 1 + off if _is_part(off) else 1.0
+    return (
+        predict(trace.scaled(1 / times), off_by(cost, -1.0), plan).iteration_s,
+        predict(trace.scaled(times), off_by(cost, 1.0), plan).iteration_s,
+    )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, Self
 
 import numpy as np
@@ -50,6 +50,8 @@ LEAST_OFF = 0.02
 # What a launch takes from the computation on hosts we know (20 to 250 us), and what bytes take of the time that they
 # are on the link (1 to 8 %): where observed plans cannot tell, it is taken to be nearer to nothing than to this.
 KNOWN_LAUNCH_S, KNOWN_SHARE = 2e-4, 0.1
+# The standard error of a median, where that of the mean is 1.
+MEDIAN_ERROR = 1.25
 # The end of a backward pass varies by no less than this part from step to step.
 LEAST_NOISE = 0.005
 # Larger messages than were swept or observed go on at the same slope, to a point at so many times the largest.
@@ -207,7 +209,9 @@ def _trace(
     # Equal moments keep the order of the first step.
     order = sorted(range(len(gradients.names)), key=lambda place: (ready_s[place], by_step[0][place]))
     moments = [(gradients.names[place], ready_s[place], gradients.sizes[place]) for place in order]
-    about = {"measured": "observed in training", "steps": len(by_step), **source}
+    ends_s = [max(moments) for moments in by_step]
+    off = MEDIAN_ERROR * stdev(ends_s) / math.sqrt(len(ends_s)) / max(median(ends_s), SHORTEST_S) if ends_s[1:] else 0.0
+    about = {"measured": "observed in training", "steps": len(by_step), "off": off, **source}
     return ModelTrace(gradients.model, middle_s, layers_of(moments, middle_s), about)
 
 
