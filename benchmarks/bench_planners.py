@@ -1,6 +1,7 @@
 """How long the exact planner takes. `make bench`; results in planners.md."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -58,4 +59,14 @@ def test_optimal_where_large_messages_are_dear(benchmark: BenchmarkFixture) -> N
     """The slowest case we know: the cost bends upwards, so the best plan has hundreds of messages."""
     dear = PiecewiseCost(8, ((4, 1e-5), (2**16, 2e-5), (2**20, 1e-3), (2**24, 5e-2), (2**26, 1.0)))
     plan = benchmark(plan_optimal, make_trace(2_000), dear)
+    benchmark.extra_info["messages"] = plan.num_groups
+
+
+@pytest.mark.parametrize("cost", [LINE, CURVE], ids=["linear", "piecewise"])
+@pytest.mark.parametrize("num_layers", [161, 604, 2_000])
+def test_optimal_where_messages_take_from_the_computation(
+    benchmark: BenchmarkFixture, num_layers: int, cost: LinearCost | PiecewiseCost
+) -> None:
+    taking = replace(cost, taken_s=5e-5, taken_per_byte_s=7e-11)  # 50 us, and a twentieth of what a byte takes
+    plan = benchmark(plan_optimal, make_trace(num_layers), taking)
     benchmark.extra_info["messages"] = plan.num_groups

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, taken_by
-from mgwfbp.planners.slack import SLOWER, TIE, Floats, check_end, trace_cuts, vectorized, with_slack
+from mgwfbp.planners.slack import ROUNDING, SLOWER, TIE, Floats, check_end, trace_cuts, vectorized, with_slack
 
 __all__ = ["counted_cuts"]
 
@@ -79,6 +79,8 @@ class _Row:
         self._last_s = cost(total - int(prefix[-2]))  # the least that a last message takes
         # However bytes are sent, they take at least this, and so much for each of them.
         self._least_s, self._least_per_byte_s = cost(0), _least_per_byte_s(cost, total)
+        # No plan with the shortest step has sent what is before a cut earlier than this.
+        self._earliest_s = np.full(len(ready), np.inf)
 
     def shortest_ends(self, slower: float = 1.0) -> list[float]:
         """Return the shortest step of one message, of two, and so on, as far as it may be the shortest of all.
@@ -88,17 +90,20 @@ class _Row:
         left_s = self._least_s + self._least_per_byte_s * (self._prefix[-1] - self._prefix)
         clock_s, fewer_s = self._begin(), np.full(len(self._ready), np.inf)
         ends_s: list[float] = []
-        active = np.array([0])
+        active, earliest_s = np.array([0]), self._begin()
         for number in count(1):
             clock_s = self._one_more(clock_s, active, slower)
             lag_s = number * self.launch_s + self._taken_s
             ends_s.append(float(clock_s[-1] + lag_s[-1]))
+            earliest_s = np.minimum(earliest_s, clock_s + lag_s)
             bound_s = np.maximum(clock_s + slower * left_s, self._ready[-1] + slower * self._last_s) + lag_s
             (active,) = np.nonzero((clock_s < fewer_s) & (bound_s <= min(ends_s) * TIE))
             active = active[active < len(self._ready) - 1]
             if not active.size:
                 break
             fewer_s = np.minimum(fewer_s, clock_s)
+        if slower == 1.0:
+            self._earliest_s = earliest_s
         return ends_s
 
     def ends(self, most: int, slower: float) -> list[float]:
@@ -141,7 +146,8 @@ class _Row:
                 return trace_cuts(ends_of)
             if number == len(ends_of):
                 return None
-            (active,) = np.nonzero(after_s < (fewer_s if number is None else np.inf))
+            in_time = after_s <= deadline_s - self._earliest_s + ROUNDING * deadline_s
+            (active,) = np.nonzero(in_time & (after_s < (fewer_s if number is None else np.inf)))
             fewer_s = np.minimum(fewer_s, after_s)
         return None
 
