@@ -201,7 +201,15 @@ def _common(fields: Fields) -> tuple[Any, Any, Any]:
 
 
 def load_cost(path: str | os.PathLike[str]) -> LinearCost | PiecewiseCost:
-    """Read a cost of either kind from ``cost.json``."""
+    """Read a cost of either kind from ``cost.json``.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileError: where the file cannot be read.
+        FormatError: where it holds no cost.
+    """
     data = read_json(path)
     with naming(path):
         return cost_from_json(data)

@@ -173,6 +173,14 @@ PRESETS: Mapping[str, Network] = MappingProxyType(
 def load_network(name_or_path: str | os.PathLike[str]) -> Network:
     """Return a preset by its name (any case) or read ``network.json``.
 
+    Args:
+        name_or_path: one of `PRESETS`, or a file.
+
+    Raises:
+        NetworkError: where it is neither.
+        FileError: where the file cannot be read.
+        FormatError: where it holds no network.
+
     >>> load_network("10GbE")
     Network('10GbE': ring, 45.26 us, 10 Gbit/s)
     """

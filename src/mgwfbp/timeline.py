@@ -213,6 +213,18 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
 
     Ignored: jitter, and the update.
 
+    Args:
+        trace: when each gradient is ready.
+        cost: what a message takes.
+        plan: which gradients travel together; all of the trace's, each once.
+
+    Returns:
+        The step, with the forward pass, every gradient and every message.
+
+    Raises:
+        PlanError: where the plan is not one of these gradients.
+        CostError: where the cost of a message is no number.
+
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
@@ -265,6 +277,13 @@ def predict_naive(trace: ModelTrace, cost: Cost) -> Timeline:
     r"""Lay out naive S-SGD: one message per gradient, all after the backward pass, Eq. (3).
 
     .. math:: t_{iter} = t_f + t_b + \sum_l t_c^{(l)}
+
+    Args:
+        trace: when each gradient is ready.
+        cost: what a message takes.
+
+    Raises:
+        CostError: where the cost of a message is no number.
     """
     messages, link_free_s = [], trace.compute_s
     for layer, ready_s in zip(trace.layers, trace.ready_s, strict=True):
@@ -277,6 +296,15 @@ def predict_parameter_server(trace: ModelTrace, network: Network, workers: int, 
     """Lay out S-SGD through parameter servers: every gradient is pushed and pulled once it is ready.
 
     The recurrence is that of `predict`, one gradient a message, with `Network.parameter_server_cost`.
+
+    Args:
+        trace: when each gradient is ready.
+        network: the link and how it is used.
+        workers: how many push and pull.
+        servers: how many hold parameters.
+
+    Raises:
+        NetworkError: where there is no such number of workers or servers.
     """
     plan = MergePlan.of_sizes(trace, [1] * len(trace.layers), planner="ps")
     return predict(trace, network.parameter_server_cost(workers, servers=servers), plan)
@@ -305,6 +333,10 @@ def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
 
     with :math:`P_i` the bytes of the first i gradients and :math:`T^*` the cheapest way to send so many bytes,
     `cheapest_s`. For the last gradient that is T itself: its message is the last.
+
+    Args:
+        trace: when each gradient is ready.
+        cost: what a message takes.
 
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace

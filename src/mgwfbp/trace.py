@@ -162,7 +162,16 @@ def recorded_traces() -> list[str]:
 
 
 def load_trace(name_or_path: str | os.PathLike[str]) -> ModelTrace:
-    """Read a trace that comes with the package, by its name, or ``trace.json``."""
+    """Read a trace that comes with the package, by its name, or ``trace.json``.
+
+    Args:
+        name_or_path: one of `recorded_traces`, or a file.
+
+    Raises:
+        TraceError: where it is neither.
+        FileError: where the file cannot be read.
+        FormatError: where it holds no trace.
+    """
     name = os.fspath(name_or_path)
     if name in recorded_traces():
         with resources.as_file(resources.files("mgwfbp") / "data" / "traces" / f"{name}.json") as path:

@@ -74,7 +74,16 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
 
     ``plan.predicted`` holds ``iteration_s``, ``exposed_s``, ``lower_bound_s`` (which no plan can undercut) and ``gap``
     (how far above it the plan is, as a fraction); and where it is known how far the cost may be off ``low_s`` and
-    ``high_s``, between which the step is expected. ``planner`` is a name that `planner_of` knows, or a function.
+    ``high_s``, between which the step is expected.
+
+    Args:
+        trace: when each gradient is ready.
+        cost: what a message takes.
+        planner: a name that `planner_of` knows, or a function of the two.
+
+    Raises:
+        PlanError: where the planner is unknown.
+        CostError: where the cost gives no numbers that can be planned with.
     """
     plan = (planner if callable(planner) else planner_of(planner))(trace, cost)
     timeline = predict(trace, cost, plan)

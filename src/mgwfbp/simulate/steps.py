@@ -37,6 +37,17 @@ def simulate_steps(
     backward pass has ended everywhere, which is naive S-SGD, Eq. (3). What else can happen is in the `Scenario`. For a
     given plan neither more jitter nor a slower link ever makes the mean step faster.
 
+    Args:
+        trace: the computation of one worker.
+        cost: what a message takes, and on how many workers.
+        plan: which gradients travel together.
+        scenario: jitter, stragglers, contention, messages in flight, how many steps.
+        overlap: whether messages are sent during the backward pass.
+
+    Raises:
+        PlanError: where the plan is not one of these gradients.
+        SimulationError: where a step has no length that can be told.
+
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
