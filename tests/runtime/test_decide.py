@@ -118,4 +118,4 @@ def test_two_bucket_sizes_are_tried_the_best_by_the_model_and_one_far_from_it(pr
     [(0.995, 2, 9.925), (0.95, 3, 2.353), (0.95, 10, 1.812), (0.99, 5, 3.365), (0.995, 3, 5.841), (0.995, 20, 2.845)],
 )
 def test_quantiles_of_students_t_are_those_of_the_tables(confidence: float, freedom: int, table: float) -> None:
-    assert t_quantile(confidence, freedom) == pytest.approx(table, rel=0.04)
+    assert t_quantile(confidence, freedom) == pytest.approx(table, abs=0.001)

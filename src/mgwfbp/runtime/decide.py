@@ -12,7 +12,8 @@ nothing here waits, measures or depends on a clock, and tests drive it in simula
    goes through all that are left, every second one backwards, so that what drifts, drifts for all alike. A plan is
    compared with another within turns only. One that is slower beyond doubt (`DROPPED`) takes no more turns.
 4. *Keep* the buckets in force unless another plan is faster beyond doubt (`CONFIDENCE`, one-sided, of Student's t over
-   turns). The comparison ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
+   turns, and as sure for all rivals together: the fastest of many noisy ones is fast by chance too). The comparison
+   ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
 
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
 does not change the forward pass: so the part of a step that goes with its forward pass is taken out of the comparison
@@ -22,8 +23,8 @@ does not change the forward pass: so the part of a step that goes with its forwa
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from statistics import NormalDist, fmean, median, stdev
+from functools import cache, partial
+from statistics import fmean, median, stdev
 from typing import Literal
 
 from mgwfbp.cost import PiecewiseCost
@@ -318,8 +319,9 @@ class _Race:
         return difference.low > 0 or (difference.middle > HOPELESS and min(self._paired(place, best)) > HOPELESS / 2)
 
     def _gain(self, place: int) -> "_Interval":
-        """Return what a plan gains against torch's own, as a part of the step."""
-        return self._difference(0, place)
+        """Return what a plan gains against torch's own, as a part of the step; all rivals' bounds hold together."""
+        rivals = max(1, len(self._candidates) - 1)
+        return self._difference(0, place, 1 - (1 - CONFIDENCE) / rivals)
 
     def _difference(self, place: int, other: int, confidence: float = CONFIDENCE) -> "_Interval":
         """Return by which part a plan's step is longer than another's."""
@@ -410,20 +412,30 @@ def _part(logarithm: float) -> float:
     return logarithm if math.isinf(logarithm) else -math.expm1(-max(logarithm, -100.0))
 
 
+@cache
 def t_quantile(confidence: float, freedom: int) -> float:
-    """Return the quantile of Student's t, by the expansion of Cornish and Fisher.
+    r"""Return the quantile of Student's t for confidences from a half on, by bisection of its distribution.
 
-    It is exact for 2 degrees of freedom, and within 4 % from 3 on.
+    For whole degrees of freedom :math:`\nu` that is a finite sum of powers of cosines,
+    with :math:`\theta = \arctan(t / \sqrt\nu)`.
 
-    >>> [round(t_quantile(0.995, freedom), 2) for freedom in (4, 10, 30)]  # tables: 4.60, 3.17, 2.75
-    [4.55, 3.17, 2.75]
+    >>> [round(t_quantile(0.995, freedom), 3) for freedom in (1, 2, 3, 4, 10, 30)]  # as tables have it
+    [63.657, 9.925, 5.841, 4.604, 3.169, 2.75]
     """
-    if freedom == 2:
-        return (2 * confidence - 1) / math.sqrt(2 * confidence * (1 - confidence))
-    z = NormalDist().inv_cdf(confidence)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
+
+    def below(value: float) -> float:
+        theta = math.atan(value / math.sqrt(freedom))
+        term, total = (math.cos(theta), 0.0) if freedom % 2 else (1.0, 0.0)
+        for step in range(1 + freedom % 2, freedom, 2):
+            total += term
+            term *= math.cos(theta) ** 2 * step / (step + 1)
+        within = math.sin(theta) * total
+        return 0.5 + (within if freedom % 2 == 0 else 2 / math.pi * (theta + within)) / 2
+
+    low, high = 0.0, 1.0
+    while below(high) < confidence:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < confidence else (low, middle)
+    return high
