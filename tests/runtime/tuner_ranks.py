@@ -397,6 +397,7 @@ def looks_again() -> dict[str, Any]:
     names = [candidate.name for candidate in ours.tuning.candidates]
     return {
         "seen": seen,
+        "problem": ours.tuning.problem,
         "steps": first,
         "names": names,
         "plan": ours.plan.to_json()["groups"] if ours.plan else None,

@@ -50,6 +50,7 @@ PlanLike = MergePlan | str | os.PathLike[str]
 
 _NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(count)  # of models, by group
 IN_JOIN = "the model is trained inside join(), where ranks that ran out of data do not answer"
+NOT_WATCHED = "steps are not watched for change: this torch does not count the collectives of the group"
 _TO_BEGIN = Tuning("working", "not begun")  # of a model that is being made and shall tune itself
 
 
@@ -372,6 +373,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             rank, world = dist.get_rank(group), dist.get_world_size(group)
             wait = clock_for(self.device).wait
             self._drift = Drift(store, rank, world, collectives, weakly(self._look_again), wait=wait)
+        else:
+            self._tuning = replace(self._tuning, problem=NOT_WATCHED)
 
     def _look_again(self) -> None:
         self._drift = None
