@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 from mgwfbp.cost import Cost, cheapest_s, taken_by
@@ -21,6 +21,7 @@ __all__ = [
     "predict",
     "predict_naive",
     "predict_parameter_server",
+    "sent_with",
 ]
 
 
@@ -238,22 +239,35 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     plan.check_covers([layer.name for layer in trace.layers])
     lags = lags_s(trace, cost, plan)
     row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
-    ready_s = [ready + lag for ready, lag in zip(trace.ready_s, lags, strict=True)]
+    alone_s = trace.ready_s
+    ready_s = [ready + lag for ready, lag in zip(alone_s, lags, strict=True)]
     messages, link_free_s = [], 0.0
-    for group in plan.groups:
+    for group, (sent_row, taken_s) in zip(plan.groups, sent_with(trace, cost, plan), strict=True):
         rows = [row_of[name] for name in group]
         group_ready_s = max(ready_s[row] for row in rows)
         group_bytes = sum(trace.layers[row].grad_bytes for row in rows)
-        start_s = max(link_free_s, group_ready_s)
+        start_s = max(link_free_s, group_ready_s, alone_s[sent_row] + taken_s)
         link_free_s = start_s + _duration_s(cost, group_bytes)
         messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s))
     return _timeline(trace, cost.workers, plan.planner, messages, lags)
 
 
-def lags_s(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[float]:
-    """Return by how much each gradient is late, in ready order: what messages took that were sent before it was ready.
+def sent_with(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[tuple[int, float]]:
+    """Return for each message the place of the gradient it is sent with, and what messages before it have taken.
 
     A message is sent when its last gradient is ready and those before it in the plan have been sent.
+    """
+    row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
+    found, row, taken_s = [], 0, 0.0
+    for group in plan.groups:
+        row = max(row, *(row_of[name] for name in group))
+        found.append((row, taken_s))
+        taken_s += taken_by(cost, sum(trace.layers[row_of[name]].grad_bytes for name in group))
+    return found
+
+
+def lags_s(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[float]:
+    """Return by how much each gradient is late, in ready order: what messages took that were sent before it was ready.
 
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
@@ -261,12 +275,12 @@ def lags_s(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[float]:
     >>> lags_s(trace, LinearCost(2, 2.0, 0.1, taken_s=1.0), MergePlan.of_sizes(trace, [1, 1, 1]))
     [0.0, 1.0, 2.0]
     """
-    row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
-    taken_s, sent_at = [0.0] * len(trace.layers), 0
-    for group in plan.groups:
-        sent_at = max(sent_at, *(row_of[name] for name in group))
-        taken_s[sent_at] += taken_by(cost, sum(trace.layers[row_of[name]].grad_bytes for name in group))
-    return list(accumulate(taken_s, initial=0.0))[:-1]
+    # What was taken once the messages of a row were sent is what the message after them finds.
+    after_row = {row: taken_s for (row, _), (_, taken_s) in pairwise(sent_with(trace, cost, plan))}
+    lags = [0.0]
+    for row in range(len(trace.layers) - 1):
+        lags.append(after_row.get(row, lags[-1]))
+    return lags
 
 
 def _duration_s(cost: Cost, num_bytes: int) -> float:

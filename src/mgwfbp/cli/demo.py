@@ -55,7 +55,8 @@ def demo(
         if place.exists():
             raise FileError(f"{place} is there already; choose another folder by --output")
     folder.mkdir(parents=True, exist_ok=True)
-    where = f"{WORKERS} emulated hosts with links of {rate}" if lab else f"{WORKERS} workers on this machine"
+    hosts = f"{plural(WORKERS, 'emulated host')} with links of {rate}"
+    where = hosts if lab else f"{plural(WORKERS, 'worker')} on this machine"
 
     talk(f"MobileNet-v2 as recorded on an H200, {SCALE} times as slow, on {where}: both ways in turns")
     command = ["bench", "--replay", REPLAYED, "--scale", str(SCALE), "--strategies", ",".join(STRATEGIES)]
@@ -141,8 +142,8 @@ def _show_training(run: TrainingRun) -> None:
     """Say what the net learnt and what the tuner found."""
     assert run.results is not None  # noqa: S101  # it was looked at
     typer.echo(
-        f"The net that was trained: {run.results.top1:.2%} of the digits right after {len(run.epochs)} epochs, "
-        f"{run.results.samples_per_s:.0f} samples/s."
+        f"The net that was trained: {run.results.top1:.2%} of the digits right after "
+        f"{plural(len(run.epochs), 'epoch')}, {run.results.samples_per_s:.0f} samples/s."
     )
     tuning = run.tuning or {}
     if tuning.get("state") == "settled":

@@ -14,7 +14,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_real
 from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.scenario import IDEAL, Scenario
-from mgwfbp.timeline import Span, Timeline, lags_s
+from mgwfbp.timeline import Span, Timeline, lags_s, sent_with
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural, quote
 
@@ -129,8 +129,10 @@ def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, over
     # Without overlap the link opens only when the last gradient is there; that is all the difference.
     opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
     link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
-    for index, (last, num_bytes) in enumerate(_messages(trace, plan)):
-        link.send(ready_s[last], startup_s, cost(num_bytes))
+    messages = zip(_messages(trace, plan), sent_with(trace, cost, plan), strict=True)
+    for index, ((last, num_bytes), (row, taken_s)) in enumerate(messages):
+        sent_s = computation.ready_s[row + 1] + taken_s * overlap
+        link.send(np.maximum(ready_s[last], sent_s), startup_s, cost(num_bytes))
         starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
     check_real(float(ends_s[-1].max()), f"the last message's end in a step of {quote(trace.model)}", SimulationError)
     return Simulation(computation, plan, starts_s, ends_s, works_s, lag_s)
