@@ -148,7 +148,9 @@ def _show_training(run: TrainingRun) -> None:
     tuning = run.tuning or {}
     if tuning.get("state") == "settled":
         before, after = (format_seconds(tuning[name]) for name in ("before_s", "after_s"))
-        kept = "DDP's own buckets were kept" if run.plan is None or run.plan.planner == "ddp" else "a plan was kept"
-        typer.echo(f"Its tuner, in turns: DDP's buckets {before} a step, the best {after}; {kept}.")
+        if run.plan is None or run.plan.planner == "ddp":
+            typer.echo(f"Its tuner found nothing faster than DDP's own buckets ({before} a step) and kept them.")
+        else:
+            typer.echo(f"Its tuner, in turns: DDP's own buckets {before} a step, the plan that was kept {after}.")
     elif tuning.get("reason"):  # it gave up, or had too few steps
         print_line(f"Its tuner: {tuning['reason']}")
