@@ -212,18 +212,21 @@ function fewestSizes(prefix, cost, room, left) {
     rounds.push(ends);
     better = [];
     for (let cut = 0; cut <= num; cut++) if (reached[cut] < after[cut] && reached[cut] <= left[cut]) better.push(cut);
-    if (better[0] === 0) {
-      const sizes = [];
-      for (let cut = 0; rounds.length; ) {
-        const end = rounds.pop()[cut];
-        sizes.push(end - cut);
-        cut = end;
-      }
-      return sizes;
-    }
+    if (better[0] === 0) return sizesOf(rounds);
     for (const cut of better) after[cut] = reached[cut];
   }
   return null;
+}
+
+// Of rounds that each say where the first message after every cut ends, the last first.
+function sizesOf(rounds) {
+  const sizes = [];
+  for (let cut = 0; rounds.length; ) {
+    const end = rounds.pop()[cut];
+    sizes.push(end - cut);
+    cut = end;
+  }
+  return sizes;
 }
 
 // For every cut the earliest end of all gradients before it, if messages take so many times as long.
@@ -365,15 +368,7 @@ function sizesWithin(row, deadline, slowDeadline, number) {
       }
     }
     rounds.push(ends);
-    if (reached[0] < Infinity && (number === null || number === rounds.length)) {
-      const sizes = [];
-      for (let cut = 0; rounds.length; ) {
-        const end = rounds.pop()[cut];
-        sizes.push(end - cut);
-        cut = end;
-      }
-      return sizes;
-    }
+    if (reached[0] < Infinity && (number === null || number === rounds.length)) return sizesOf(rounds);
     if (number === rounds.length) return null;
     active = [];
     for (let cut = 0; cut <= row.num; cut++) {
