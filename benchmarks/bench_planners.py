@@ -70,3 +70,12 @@ def test_optimal_where_messages_take_from_the_computation(
     taking = replace(cost, taken_s=5e-5, taken_per_byte_s=7e-11)  # 50 us, and a twentieth of what a byte takes
     plan = benchmark(plan_optimal, make_trace(num_layers), taking)
     benchmark.extra_info["messages"] = plan.num_groups
+
+
+@pytest.mark.parametrize("num_layers", [604, 2_000])
+def test_optimal_where_messages_take_from_a_longer_backward_pass(benchmark: BenchmarkFixture, num_layers: int) -> None:
+    """The slowest case we know with the term: many messages fit behind the backward pass, and slack is looked for."""
+    trace = make_trace(num_layers).scaled(0.3 / 0.08)
+    taking = LinearCost(8, 1e-4, 2.5e-9, taken_s=5e-5, taken_per_byte_s=1.25e-10)
+    plan = benchmark(plan_optimal, trace, taking)
+    benchmark.extra_info["messages"] = plan.num_groups

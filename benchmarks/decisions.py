@@ -3,7 +3,7 @@
     python benchmarks/decisions.py --seeds 500
 
 A world is a recorded model, a link, 2 to 64 workers, noise of 0.2 to 4 % a step, slow spells, batches that vary, and a
-cost of messages to the computation that no planner knows (`tests/runtime/worlds.py`). *Simulated*: nothing is timed.
+cost of messages to the computation (`tests/runtime/worlds.py`). *Simulated*: nothing is timed.
 Prints Markdown.
 """
 

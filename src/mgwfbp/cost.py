@@ -259,5 +259,5 @@ def cheapest_s(cost: Cost, num_bytes: int) -> float:
         return cost(num_bytes)
     if isinstance(cost, PiecewiseCost):
         sizes = [size for size, _ in cost.points if 0 < size < num_bytes]
-        return min(cost(size) / size * num_bytes for size in [*sizes, num_bytes])
+        return min(cost(size) * num_bytes / size for size in [*sizes, num_bytes])
     return cost(0)  # of any other function only this is known: it does not fall

@@ -13,10 +13,13 @@ from typing import TypeGuard
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
 from mgwfbp.plan import MergePlan
+from mgwfbp.record import LARGEST
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["off_by", "predict_range", "spread_of"]
+
+MOST_BYTES = 2**53
 
 
 def spread_of(cost: Cost) -> list[float] | None:
@@ -52,9 +55,12 @@ def off_by(cost: Cost, errors: float) -> Cost:
         return replace(cost, startup_s=cost.startup_s * factors[0], per_byte_s=cost.per_byte_s * factors[0])
     sizes, times_s = zip(*cost.points, strict=True)
     off_s = list(accumulate((time_s * factor for time_s, factor in zip(times_s, factors, strict=True)), max))
-    beyond = 2 * sizes[-1] + 1  # from the largest on the slope is off as that is
-    off_s.append(off_s[-1] + factors[-1] * (cost(beyond) - times_s[-1]))
-    return replace(cost, points=tuple(zip((*sizes, beyond), off_s, strict=True)))
+    beyond = min(2 * sizes[-1] + 1, MOST_BYTES)  # from the largest on the slope is off as that is
+    if beyond > sizes[-1]:
+        sizes, spread = (*sizes, beyond), [*spread, spread[-1]]
+        off_s.append(off_s[-1] + factors[-1] * (cost(beyond) - times_s[-1]))
+    points = tuple(zip(sizes, (min(time_s, LARGEST) for time_s in off_s), strict=True))
+    return replace(cost, points=points, source={**cost.source, "spread": spread})
 
 
 def predict_range(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[float, float] | None:

@@ -92,7 +92,10 @@ def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> N
 def test_the_largest_message_is_timed_where_there_is_time_for_one(of_three: dict[str, list[Any]]) -> None:
     results = of_three["large"]
     assert all(result == results[0] for result in results)
-    assert results[0]["streamed"][-1][0] == results[0]["largest"]
+    largest, budget_s = results[0]["largest"], results[0]["budget_s"]
+    top, top_s = results[0]["isolated"][-1]
+    # On a machine that became busy meanwhile there may be no time for one.
+    assert top == largest or largest * top_s / top > budget_s
 
 
 def test_a_failure_on_one_rank_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:

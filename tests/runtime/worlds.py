@@ -28,7 +28,7 @@ class World:
     batches: float = 0.0  # spread of the size of batches, log-normal
     spell_chance: float = 0.0  # that a slow spell begins with a step
     spell_slows: float = 1.2
-    per_message_s: float = 0.0  # what each message takes from the computation, which no planner knows
+    per_message_s: float = 0.0  # what each message takes from the computation, evenly over the backward pass
     steps: int = 0
     _spell_left: int = 0
     _steps_of: dict[tuple[tuple[str, ...], ...], Timeline] = field(default_factory=dict)

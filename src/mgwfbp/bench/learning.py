@@ -26,7 +26,7 @@ DISTURBED = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """Traces and a cost as they are in training, and what they differ by from those measured apart, term by term."""
+    """A trace and a cost as they are in training, and what they differ by from those measured apart, term by term."""
 
     trace: ModelTrace  # as it would be without what messages take from the computation
     cost: PiecewiseCost  # with what they take

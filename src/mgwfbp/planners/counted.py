@@ -17,8 +17,9 @@ of the first j gradients in m messages,
     G(m, j) = min over i < j of  max(G(m-1, i), r_j) + T'(P_j - P_i),    step = min over n of  G(n, L) + h n + g P_L
 
 An earlier end with as many messages never makes anything after it later, so this is exact for every T. What reaches a
-cut no earlier than fewer messages do is dropped: whatever may follow, the fewer end earlier. So is what cannot end by
-the shortest step so far.
+cut no earlier on this clock than fewer messages do is dropped: whatever may follow, the fewer end earlier. So is what
+cannot end by the shortest step so far. For a given m and j the two clocks differ by h m + g P_j, so the programme keeps
+F, which is exact where these are large, and looks at the other clock only to compare numbers of messages.
 
 [Note: room for counted messages]
 [Note: room] in ``slack.py`` holds with gradients ready as late as they are: with k messages after it, the message of
@@ -30,7 +31,6 @@ Going backwards round by round k is known, for a given n; and n is one whose bes
 """
 
 from collections.abc import Iterator
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ def counted_cuts(ready: Floats, prefix: NDArray[np.int64], cost: Cost) -> list[i
         counts, slow_s = [None], min(row.shortest_ends(SLOWER))
     else:
         best = [number for number, end_s in enumerate(ends_s, 1) if end_s <= shortest_s * TIE]
-        slow_ends_s = row.ends(best[-1], SLOWER)
+        slow_ends_s = row.slow_ends(best[-1])
         counts, slow_s = [*best], min(slow_ends_s[number - 1] for number in best)
 
     def fewest(slow_deadline_s: float) -> list[int] | None:
@@ -79,8 +79,10 @@ class _Row:
         self._last_s = cost(total - int(prefix[-2]))  # the least that a last message takes
         # However bytes are sent, they take at least this, and so much for each of them.
         self._least_s, self._least_per_byte_s = cost(0), _least_per_byte_s(cost, total)
-        # No plan with the shortest step has sent what is before a cut earlier than this.
-        self._earliest_s = np.full(len(ready), np.inf)
+        # The earliest end before every cut, in one message, in two, and so on: of plans that may have the shortest
+        # step, and of all with slower messages.
+        self._rounds_s: list[Floats] = []
+        self._slow_rounds_s: list[Floats] = []
 
     def shortest_ends(self, slower: float = 1.0) -> list[float]:
         """Return the shortest step of one message, of two, and so on, as far as it may be the shortest of all.
@@ -88,46 +90,45 @@ class _Row:
         ``slower``: messages take so many times as long.
         """
         left_s = self._least_s + self._least_per_byte_s * (self._prefix[-1] - self._prefix)
-        clock_s, fewer_s = self._begin(), np.full(len(self._ready), np.inf)
-        ends_s: list[float] = []
-        active, earliest_s = np.array([0]), self._begin()
-        for number in count(1):
-            clock_s = self._one_more(clock_s, active, slower)
-            lag_s = number * self.launch_s + self._taken_s
-            ends_s.append(float(clock_s[-1] + lag_s[-1]))
-            earliest_s = np.minimum(earliest_s, clock_s + lag_s)
-            bound_s = np.maximum(clock_s + slower * left_s, self._ready[-1] + slower * self._last_s) + lag_s
-            (active,) = np.nonzero((clock_s < fewer_s) & (bound_s <= min(ends_s) * TIE))
+        free_s, fewer_s = self._begin(), np.full(len(self._ready), np.inf)
+        rounds_s, active = list[Floats](), np.array([0])
+        shortest_s = np.inf
+        while active.size:
+            free_s = self._one_more(free_s, active, len(rounds_s), slower)
+            rounds_s.append(free_s)
+            shortest_s = min(shortest_s, free_s[-1])
+            lag_s = len(rounds_s) * self.launch_s + self._taken_s
+            bound_s = np.maximum(free_s + slower * left_s, self._ready[-1] + lag_s + slower * self._last_s)
+            clock_s = free_s - lag_s
+            (active,) = np.nonzero((clock_s < fewer_s) & (bound_s <= shortest_s * TIE))
             active = active[active < len(self._ready) - 1]
-            if not active.size:
-                break
             fewer_s = np.minimum(fewer_s, clock_s)
         if slower == 1.0:
-            self._earliest_s = earliest_s
-        return ends_s
+            self._rounds_s = rounds_s
+        return [float(ends_s[-1]) for ends_s in rounds_s]
 
-    def ends(self, most: int, slower: float) -> list[float]:
-        """Return the shortest step of every number of messages up to ``most``."""
-        clock_s, ends_s = self._begin(), []
-        for number in range(1, most + 1):
-            (active,) = np.nonzero(np.isfinite(clock_s[:-1]))
-            clock_s = self._one_more(clock_s, active, slower)
-            ends_s.append(float(clock_s[-1] + number * self.launch_s + self._taken_s[-1]))
-        return ends_s
+    def slow_ends(self, most: int) -> list[float]:
+        """Return the shortest step of every number of slower messages up to ``most``."""
+        free_s = self._begin()
+        for number in range(most):
+            (active,) = np.nonzero(np.isfinite(free_s[:-1]))
+            free_s = self._one_more(free_s, active, number, SLOWER)
+            self._slow_rounds_s.append(free_s)
+        return [float(ends_s[-1]) for ends_s in self._slow_rounds_s]
 
     def _begin(self) -> Floats:
-        clock_s = np.full(len(self._ready), np.inf)
-        clock_s[0] = 0.0
-        return clock_s
+        free_s = np.full(len(self._ready), np.inf)
+        free_s[0] = 0.0
+        return free_s
 
-    def _one_more(self, clock_s: Floats, starts: _Places, slower: float) -> Floats:
-        """Return the ends of [Note: a clock that stops] with one more message, behind some of the cuts."""
+    def _one_more(self, free_s: Floats, starts: _Places, number: int, slower: float) -> Floats:
+        """Return when the link is free after one more message, behind some of the cuts and so many messages."""
         reached_s = np.full(len(self._ready), np.inf)
         for some in self._parts(starts):
             message_s = self._message_s(some) if self._held is None else self._held[some]
-            taken_s = self._taken_s - self._taken_s[some][:, np.newaxis] + self.launch_s
-            ends_s = np.maximum(clock_s[some][:, np.newaxis], self._ready) + (slower * message_s - taken_s)
-            np.minimum(reached_s, ends_s.min(axis=0), out=reached_s)
+            lag_s = number * self.launch_s + self._taken_s[some]
+            starts_s = np.maximum(free_s[some][:, np.newaxis], self._ready + lag_s[:, np.newaxis])
+            np.minimum(reached_s, (starts_s + slower * message_s).min(axis=0), out=reached_s)
         return reached_s
 
     def cuts_within(self, deadline_s: float, slow_deadline_s: float, number: int | None) -> list[int] | None:
@@ -139,17 +140,25 @@ class _Row:
         after_s[-1] = 0.0
         fewer_s, active = after_s, np.array([len(self._ready) - 1])
         while active.size:
-            before = 0 if number is None else number - 1 - len(ends_of)
+            before = 0 if number is None else number - 1 - len(ends_of)  # messages before this one
             after_s, ends = self._one_before(after_s, active, deadline_s, slow_deadline_s, before * self.launch_s)
             ends_of.append(ends)
             if np.isfinite(after_s[0]) and number in (None, len(ends_of)):
                 return trace_cuts(ends_of)
             if number == len(ends_of):
                 return None
-            in_time = after_s <= deadline_s - self._earliest_s + ROUNDING * deadline_s
-            (active,) = np.nonzero(in_time & (after_s < (fewer_s if number is None else np.inf)))
+            left_s = self._left(deadline_s, slow_deadline_s, before - 1 if number else None)
+            (active,) = np.nonzero((after_s <= left_s) & (after_s < (fewer_s if number is None else np.inf)))
             fewer_s = np.minimum(fewer_s, after_s)
         return None
+
+    def _left(self, deadline_s: float, slow_deadline_s: float, last: int | None) -> Floats:
+        """Return what messages before every cut leave to those after it, by the round of the last; None: of any."""
+        if last is None:
+            earliest_s: Floats = np.minimum.reduce([self._begin(), *self._rounds_s])
+            return deadline_s - earliest_s + ROUNDING * deadline_s
+        left_s = np.minimum(deadline_s - self._rounds_s[last], (slow_deadline_s - self._slow_rounds_s[last]) / SLOWER)
+        return np.asarray(left_s + ROUNDING * deadline_s, dtype=np.float64)
 
     def _one_before(
         self, after_s: Floats, ends: _Places, deadline_s: float, slow_deadline_s: float, lag_s: float

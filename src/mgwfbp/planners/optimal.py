@@ -36,12 +36,13 @@ def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
     """Find a plan with the shortest step; among those one that is best on a slower network, in the fewest messages.
 
     Exact among partitions into neighbours, in ready order, of whole gradients, for every cost that never falls as the
-    message grows. For a `LinearCost` nothing else is faster either: no groups of other gradients, no other order, no
-    gradient cut in two. For other costs something may be (docs/optimality.md has examples).
+    message grows. For a `LinearCost` that takes nothing from the computation nothing else is faster either: no groups
+    of other gradients, no other order, no gradient cut in two. For other costs something may be (docs/optimality.md has
+    examples).
 
-    O(L) for a `LinearCost`; O(L^2) for any other to find the shortest step, and no more than O(L^2) for each message of
-    the plan to find the fewest. Where messages take time from the computation O(L^2) for each number of messages that
-    may be the best.
+    O(L) for such a `LinearCost`; O(L^2) for any other to find the shortest step, and no more than O(L^2) for each
+    message of the plan to find the fewest. Where messages take time from the computation O(L^2) for each number of
+    messages that may be the best.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 0.0, tuple(LayerTrace(name, 1.0, 1) for name in "dcba"))

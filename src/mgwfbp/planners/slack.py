@@ -7,7 +7,7 @@ all plans with the shortest step we want
 
 1. one that stays short where costs were thought too low: whose end is the earliest, up to one part in a thousand
    (`NEAR`), if every message takes `SLOWER` times as long;
-2. of those one with the fewest messages: each costs host time, even where the model does not know it.
+2. of those one with the fewest messages: each costs host time, also where the cost does not say so (``taken_s``).
 
 [Note: room]
 A plan ends by X if every message leaves room for itself and those after it: with S_m for the time of message m and all

@@ -180,6 +180,12 @@ class Explanation(Record):
         gains = choice.step_s * (1 + WORTH) < self.choices[0].step_s
         return self.wrapper != "tuned" and exposed and self.is_trusted and gains
 
+    def _gain(self, choice: Choice) -> str:
+        """Say what a choice is predicted to gain over what is in force, both without what held up single steps."""
+        now_s = self.choices[0].step_s
+        times = f"{now_s / choice.step_s:.2f} times as fast"
+        return f"predicted {times}: {format_seconds(choice.step_s)} where it is {format_seconds(now_s)}"
+
     def __str__(self) -> str:
         mine = self.ranks[self.slowest]
         parts = sorted((part for part in PARTS if self.share(mine[part]) >= 0.005), key=lambda part: -mine[part])
@@ -189,11 +195,11 @@ class Explanation(Record):
             told.append(f"slowest rank {self.slowest} ({self.share(self.behind_s):.0%} of the step behind the others)")
         plans = []
         if self.best_bucket is not None:
-            plans.append(f"set {self.best_bucket.name} (predicted {format_seconds(self.best_bucket.step_s)})")
+            plans.append(f"set {self.best_bucket.name} ({self._gain(self.best_bucket)})")
         if self.best_plan is not None:
-            plans.append(f"{_ours(self.wrapper)} (predicted {format_seconds(self.best_plan.step_s)})")
+            plans.append(f"{_ours(self.wrapper)} ({self._gain(self.best_plan)})")
         if plans:
-            told.append(f"{', or '.join(plans)}; as it is, predicted {format_seconds(self.choices[0].step_s)}")
+            told.append(", or ".join(plans))
         return "; ".join(told)
 
     __repr__ = __str__

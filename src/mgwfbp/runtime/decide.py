@@ -27,9 +27,9 @@ from functools import cache, partial
 from statistics import fmean, median, stdev
 from typing import Literal
 
-from mgwfbp.cost import PiecewiseCost
+from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import find_plan, plan_bucket, planner_of
+from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, planner_of
 from mgwfbp.ranges import off_by, predict_range
 from mgwfbp.runtime.learn import AgreedSteps, Gradients, learn_cost, learn_taken, learn_trace, without_lags
 from mgwfbp.runtime.tuning import Candidate, Comparison
@@ -172,7 +172,7 @@ def decide(
         tried[one_mib.groups] = ("bucket-1", one_mib)
         known.learn(one_mib, (yield Turn(one_mib, OBSERVE_MESSAGES, "observing buckets of 1 MiB")))
     for number in range(1, MAX_ROUNDS + 1):
-        plan = allowed(find_plan(known.trace, off_by(known.cost, CAUTION)))
+        plan = allowed(find_plan(known.trace, known.cost, plan_cautiously))
         if plan.groups in tried:
             break
         tried[plan.groups] = (f"optimal {number}", plan)
@@ -183,11 +183,15 @@ def decide(
     seen = yield Turn(chosen.plan, OBSERVE, f"observing {chosen.name}")
     known.learn(chosen.plan, seen)
     cost = known.cost
-    assert seen.gradients is not None  # noqa: S101 - they were noted
     trace = known.trace
     chosen = _predicted(chosen, trace, cost)
     exposed_s = median(seen.plain.exposed_s) if seen.plain else 0.0
     return Verdict((chosen, *candidates[1:]), comparison, trace, cost, exposed_s)
+
+
+def plan_cautiously(trace: ModelTrace, cost: Cost) -> MergePlan:
+    """Find the exact plan for messages as much slower as their cost may be off, see `CAUTION`."""
+    return plan_optimal(trace, off_by(cost, CAUTION))
 
 
 def _buckets(trace: ModelTrace, cost: PiecewiseCost, mib: float) -> MergePlan:

@@ -50,6 +50,8 @@ LEAST_OFF = 0.02
 # What a launch takes from the computation on hosts we know (20 to 250 us), and what bytes take of the time that they
 # are on the link (1 to 8 %): where observed plans cannot tell, it is taken to be nearer to nothing than to this.
 KNOWN_LAUNCH_S, KNOWN_SHARE = 2e-4, 0.1
+# What the messages of a step take from the computation together is nothing if it is less than this part of it.
+LEAST_TAKEN = 1e-4
 # The standard error of a median, where that of the mean is 1.
 MEDIAN_ERROR = 1.25
 # The end of a backward pass varies by no less than this part from step to step.
@@ -252,11 +254,11 @@ def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: Piecewi
     counts = np.array([float(len(seen[size])) for size in sizes])
     delay_s, ratio = _line(shape_s, observed_s, counts, is_swept=swept is not None)
     grid = _grid(shape, sizes, is_swept=swept is not None)
-    line_s = delay_s + ratio * np.array([shape(size) for size in grid])
+    line_s = np.maximum(delay_s + ratio * np.array([shape(size) for size in grid]), SHORTEST_S)
     # From each size of the grid (rows) to each that was observed.
     distances = np.log(np.maximum(1, grid)[:, np.newaxis] / np.maximum(1, sizes)) / math.log(REACH)
     weights = counts * np.exp(-(distances**2) / 2)
-    missed = np.log(observed_s / (delay_s + ratio * shape_s))
+    missed = np.log(observed_s / np.maximum(delay_s + ratio * shape_s, SHORTEST_S))
     corrections = (weights @ missed) / (BELIEVED + weights.sum(axis=1))
     times_s = never_falling(np.maximum(line_s * np.exp(corrections), SHORTEST_S), BELIEVED + weights.sum(axis=1))
     largest, largest_s = grid[-1], float(times_s[-1])
@@ -304,7 +306,11 @@ def learn_taken(cost: PiecewiseCost, observed: Iterable[tuple[Sequence[int], Seq
     slopes = _not_negative(
         (columns - share @ columns) * weights[:, np.newaxis], (middle_s - share @ middle_s) * weights
     )
-    return replace(cost, taken_s=float(slopes[0] * scales[0]), taken_per_byte_s=float(slopes[1] * scales[1]))
+    taken_s, taken_per_byte_s = (float(slope * scale) for slope, scale in zip(slopes, scales, strict=True))
+    longest_s = max(taken_s * len(sizes) + taken_per_byte_s * sum(sizes) for sizes, _ in plans)
+    if longest_s < LEAST_TAKEN * float(np.median(middle_s)):  # rounding, and nothing that a plan should heed
+        return cost
+    return replace(cost, taken_s=taken_s, taken_per_byte_s=taken_per_byte_s)
 
 
 def _not_negative(columns: Any, values: Any) -> Any:
@@ -313,7 +319,8 @@ def _not_negative(columns: Any, values: Any) -> Any:
     def solve(used: list[int]) -> tuple[float, Any]:
         slopes = np.zeros(2)
         some = columns[:, used]
-        slopes[used] = np.linalg.solve(some.T @ some + np.eye(len(used)), some.T @ values)
+        penalized = np.vstack([some, np.eye(len(used))]), np.concatenate([values, np.zeros(len(used))])
+        slopes[used] = np.linalg.lstsq(*penalized, rcond=None)[0]
         return float(np.sum((values - columns @ slopes) ** 2) + np.sum(slopes**2)), slopes
 
     found = (solve(used) for used in ([0, 1], [0], [1], []))

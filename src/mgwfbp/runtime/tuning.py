@@ -10,6 +10,9 @@ from mgwfbp.units import format_range, format_seconds, plural
 
 __all__ = ["Candidate", "Comparison", "Tuning"]
 
+# Less than this is not worth a word.
+NEGLIGIBLE_S = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -128,10 +131,10 @@ class Tuning:
             return ""
         all_bytes = sum(layer.grad_bytes for layer in self.trace.layers) if self.trace else 0
         bytes_s = taken_by(self.cost, all_bytes) - taken_by(self.cost, 0)
-        return (
-            f"; a message takes {format_seconds(self.cost.taken_s)} from the computation, all bytes "
-            f"{format_seconds(bytes_s)} (learnt)"
-        )
+        parts = {f"a message takes {format_seconds(self.cost.taken_s)}": self.cost.taken_s}
+        parts[f"all bytes together {format_seconds(bytes_s)}"] = bytes_s
+        said = ", ".join(words for words, seconds in parts.items() if seconds > NEGLIGIBLE_S)
+        return f"; {said} from the computation (learnt)" if said else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""

@@ -255,8 +255,8 @@ function planCounted(model, cost) {
     slow = Math.min(...shortestEnds(row, SLOWER));
   } else {
     counts = ends.flatMap((end, place) => (end <= shortest * TIE ? [place + 1] : []));
-    const slowEnds = countedEnds(row, counts[counts.length - 1], SLOWER);
-    slow = Math.min(...counts.map((count) => slowEnds[count - 1]));
+    const ofCount = slowEnds(row, counts[counts.length - 1]);
+    slow = Math.min(...counts.map((count) => ofCount[count - 1]));
   }
   const fewest = (slowDeadline) => {
     for (const count of counts) {
@@ -300,47 +300,48 @@ function leastPerByte(cost, total) {
 
 // The shortest step of one message, of two, and so on, as far as it may be the shortest of all.
 function shortestEnds(row, slower) {
-  let clock = new Array(row.num + 1).fill(Infinity);
-  clock[0] = 0;
+  let free = new Array(row.num + 1).fill(Infinity);
+  free[0] = 0;
   const fewer = new Array(row.num + 1).fill(Infinity);
   const ends = [];
   let shortest = Infinity;
-  for (let active = [0], number = 1; active.length; number++) {
-    clock = oneMore(row, clock, active, slower);
-    const lag = row.taken.map((taken) => number * row.launch + taken);
-    ends.push(clock[row.num] + lag[row.num]);
-    shortest = Math.min(shortest, ends[ends.length - 1]);
+  for (let active = [0]; active.length; ) {
+    free = oneMore(row, free, active, ends.length, slower);
+    ends.push(free[row.num]);
+    shortest = Math.min(shortest, free[row.num]);
     active = [];
-    for (let cut = 0; cut < row.num; cut++) {
+    for (let cut = 0; cut <= row.num; cut++) {
+      const lag = ends.length * row.launch + row.taken[cut];
       const left = row.least + row.leastPerByte * (row.prefix[row.num] - row.prefix[cut]);
-      const bound = Math.max(clock[cut] + slower * left, row.ready[row.num] + slower * row.last) + lag[cut];
-      if (clock[cut] < fewer[cut] && bound <= shortest * TIE) active.push(cut);
+      const bound = Math.max(free[cut] + slower * left, row.ready[row.num] + lag + slower * row.last);
+      const clock = free[cut] - lag;
+      if (cut < row.num && clock < fewer[cut] && bound <= shortest * TIE) active.push(cut);
+      fewer[cut] = Math.min(fewer[cut], clock);
     }
-    for (let cut = 0; cut <= row.num; cut++) fewer[cut] = Math.min(fewer[cut], clock[cut]);
   }
   return ends;
 }
 
-// The shortest step of every number of messages up to one.
-function countedEnds(row, most, slower) {
-  let clock = new Array(row.num + 1).fill(Infinity);
-  clock[0] = 0;
+// The shortest step of every number of slower messages up to one.
+function slowEnds(row, most) {
+  let free = new Array(row.num + 1).fill(Infinity);
+  free[0] = 0;
   const ends = [];
-  for (let number = 1; number <= most; number++) {
-    const active = clock.flatMap((time, cut) => (cut < row.num && time < Infinity ? [cut] : []));
-    clock = oneMore(row, clock, active, slower);
-    ends.push(clock[row.num] + number * row.launch + row.taken[row.num]);
+  for (let number = 0; number < most; number++) {
+    const active = free.flatMap((time, cut) => (cut < row.num && time < Infinity ? [cut] : []));
+    free = oneMore(row, free, active, number, SLOWER);
+    ends.push(free[row.num]);
   }
   return ends;
 }
 
-function oneMore(row, clock, starts, slower) {
+function oneMore(row, free, starts, number, slower) {
   const reached = new Array(row.num + 1).fill(Infinity);
   for (const start of starts) {
     const times = row.times[start];
+    const lag = number * row.launch + row.taken[start];
     for (let end = start + 1; end <= row.num; end++) {
-      const taken = row.taken[end] - row.taken[start] + row.launch;
-      const time = Math.max(clock[start], row.ready[end]) + (slower * times[end] - taken);
+      const time = Math.max(free[start], row.ready[end] + lag) + slower * times[end];
       if (time < reached[end]) reached[end] = time;
     }
   }
