@@ -13,13 +13,11 @@ from typing import TypeGuard
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
 from mgwfbp.plan import MergePlan
-from mgwfbp.record import LARGEST
+from mgwfbp.record import LARGEST, LARGEST_COUNT
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["off_by", "predict_range", "spread_of"]
-
-MOST_BYTES = 2**53
 
 
 def spread_of(cost: Cost) -> list[float] | None:
@@ -55,7 +53,7 @@ def off_by(cost: Cost, errors: float) -> Cost:
         return replace(cost, startup_s=cost.startup_s * factors[0], per_byte_s=cost.per_byte_s * factors[0])
     sizes, times_s = zip(*cost.points, strict=True)
     off_s = list(accumulate((time_s * factor for time_s, factor in zip(times_s, factors, strict=True)), max))
-    beyond = min(2 * sizes[-1] + 1, MOST_BYTES)  # from the largest on the slope is off as that is
+    beyond = min(2 * sizes[-1] + 1, LARGEST_COUNT)  # from the largest on the slope is off as that is
     if beyond > sizes[-1]:
         sizes, spread = (*sizes, beyond), [*spread, spread[-1]]
         off_s.append(off_s[-1] + factors[-1] * (cost(beyond) - times_s[-1]))

@@ -39,6 +39,7 @@ __all__ = [
 
 # [Note: the range of numbers]
 LARGEST, SMALLEST = 1e100, 1e-100
+LARGEST_COUNT = 2**53  # beyond it floats, and so times that grow with sizes, skip whole numbers
 # Free-form fields hold a few levels; Python's own limit is below a thousand.
 MAX_DEPTH = 50
 
@@ -77,8 +78,7 @@ def check_count(value: object, what: str, error: type[MgwfbpError], *, minimum: 
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(f"{what} is {quote(value)}, expected a whole number")
     count = operator.index(value)
-    # 2**53: beyond it floats, and so times that grow with sizes, skip whole numbers.
-    if not minimum <= count <= 2**53:
+    if not minimum <= count <= LARGEST_COUNT:
         raise error(f"{what} is {quote(count)}, expected a whole number from {minimum} to 2**53")
     return count
 

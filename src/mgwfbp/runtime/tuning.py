@@ -129,11 +129,10 @@ class Tuning:
         """What messages were found to take from the computation, in words."""
         if self.cost is None or not taken_by(self.cost, 1):
             return ""
-        all_bytes = sum(layer.grad_bytes for layer in self.trace.layers) if self.trace else 0
-        bytes_s = taken_by(self.cost, all_bytes) - taken_by(self.cost, 0)
-        parts = {f"a message takes {format_seconds(self.cost.taken_s)}": self.cost.taken_s}
-        parts[f"all bytes together {format_seconds(bytes_s)}"] = bytes_s
-        said = ", ".join(words for words, seconds in parts.items() if seconds > NEGLIGIBLE_S)
+        launch_s = taken_by(self.cost, 0)
+        bytes_s = taken_by(self.cost, self.trace.grad_bytes) - launch_s if self.trace else 0.0
+        parts = (("a message takes", launch_s), ("all bytes together", bytes_s))
+        said = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in parts if seconds > NEGLIGIBLE_S)
         return f"; {said} from the computation (learnt)" if said else ""
 
     def to_json(self) -> dict[str, Any]:
