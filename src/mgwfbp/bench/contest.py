@@ -146,7 +146,8 @@ def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
 
 def _contender(name: str, case: Case, learnt: Learnt, tuning: Tuning | None) -> Contender:
     if name != "auto" or tuning is None:
-        return make_contender(name, case.workload.model, learnt.trace, off_by(learnt.cost, CAUTION))
+        cost = off_by(learnt.cost, CAUTION) if name == "optimal" else learnt.cost  # the paper's rule knows no caution
+        return make_contender(name, case.workload.model, learnt.trace, cost)
     if tuning.plan is None:  # the tuner gave up and left torch's own buckets
         return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy="auto")
     return Contender("auto", replace(tuning.plan, model=case.trace.model, planner="auto"))
