@@ -136,6 +136,13 @@ def test_a_copy_on_one_rank_in_the_middle_disturbs_nobody_and_begins_anew(two_ra
 
 def test_the_observer_sees_the_messages_of_the_plan_each_after_its_gradients_and_in_turn(two_ranks: list[Any]) -> None:
     for found in (told["observed"] for told in two_ranks):
+        num_gradients, num_messages = found.pop("gradients")
+        assert found.pop("notes") == {
+            "plain": [2, [], []],
+            "gradients": [1, [num_gradients], []],
+            "messages": [1, [], [num_messages]],
+            "timelines": 0,
+        }
         assert found.pop("nothing").startswith("nothing was observed: no step whose gradients were averaged")
         assert found.pop("while tuning").startswith("the tuner is at work (warming up): observe when it has ended")
         assert len(found) == 7

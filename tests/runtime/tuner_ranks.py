@@ -303,6 +303,15 @@ def observed() -> dict[str, Any]:
     train(stock, vectors, 2)
     result["torch's own"] = _seen(stock, None)
     model = DistributedDataParallel(Mlp(), plan=make_plan(Mlp(), 3))
+    with model.observe(notes=("plain", "gradients", "messages", "plain")) as noted:
+        train(model, vectors, 5)
+    agreed = noted.agreed()
+    result["notes"] = {
+        note: [len(steps.length_s), [len(one) for one in steps.ready_s], [len(one) for one in steps.message_s]]
+        for note, steps in (("plain", agreed.plain), ("gradients", agreed.gradients), ("messages", agreed.messages))
+        if steps is not None
+    } | {"timelines": len(noted.timelines)}
+    result["gradients"] = [len(list(model.parameters())), len(make_plan(Mlp(), 3).groups)]
     with model.observe() as nothing, torch.no_grad():
         model(torch.ones(4, 6))
     result["nothing"] = _told(lambda: nothing.timeline)

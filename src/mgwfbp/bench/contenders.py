@@ -9,6 +9,7 @@ from mgwfbp.bench.servers import ServerCosts, predict_servers
 from mgwfbp.cost import Cost
 from mgwfbp.errors import StrategyError
 from mgwfbp.plan import MergePlan
+from mgwfbp.planners import Planner
 from mgwfbp.record import first_repeated
 from mgwfbp.runtime.strategies import plan_for
 from mgwfbp.timeline import Timeline, predict, predict_naive
@@ -52,12 +53,17 @@ def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def make_contender(strategy: str, module: nn.Module, trace: ModelTrace, cost: Cost) -> Contender:
-    """Plan for a strategy's messages; ``ddp`` is described by what torch's buckets are once it has seen a step."""
+def make_contender(
+    strategy: str, module: nn.Module, trace: ModelTrace, cost: Cost, planner: Planner | None = None
+) -> Contender:
+    """Plan for a strategy's messages, with another planner than its own if one is given.
+
+    ``ddp`` is described by what torch's buckets are once it has seen a step.
+    """
     if strategy == "ddp":
         buckets = plan_for(module, "bucket", trace=trace, cost=cost)
         return Contender("ddp", replace(buckets, planner="ddp"), by_torch=True)
-    return Contender(strategy, plan_for(module, strategy, trace=trace, cost=cost))
+    return Contender(strategy, plan_for(module, strategy, trace=trace, cost=cost, planner=planner))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import HOOKED, Contender, Known, Measured, make_contender, predict_contender
-from mgwfbp.bench.learning import Learnt, after_backward, learn, observe
+from mgwfbp.bench.learning import NOTES, Learnt, after_backward, learn, observe
 from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.workload import Workload
-from mgwfbp.ranges import off_by
 from mgwfbp.results import BenchResult, StrategyResult
-from mgwfbp.runtime.decide import CAUTION
+from mgwfbp.runtime.decide import plan_cautiously
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
@@ -28,7 +27,7 @@ __all__ = ["Case", "Listener", "contest", "num_steps"]
 ALONE = "no communication"
 # Plans whose messages are of all sizes there are; the last is the one that the model takes for the best.
 LEARN_FROM = ("single", "wfbp", "ddp", "optimal")
-# Steps that are watched of each of them, and at the end of every strategy.
+# Steps of every strategy that are watched at the end.
 WATCHED_STEPS = 3
 # What a tuner takes in the middle; benchmarks/decisions.md.
 TUNING_STEPS = 250
@@ -58,8 +57,9 @@ class Listener:
 def num_steps(strategies: Sequence[str], schedule: Schedule, *, learns: bool, timelines: bool) -> int:
     """Return about how many steps a contest takes; a tuner's are some hundred more."""
     turns = schedule.turns * (1 + len(strategies)) * (schedule.settle + schedule.steps)
-    watched = (len(LEARN_FROM) if learns else 0) + (len(strategies) if timelines else 0)
-    return turns + watched * (1 + WATCHED_STEPS) + TUNING_STEPS * ("auto" in strategies)
+    learning = len(LEARN_FROM) * (1 + len(NOTES)) if learns else 0
+    watched = len(strategies) * (1 + WATCHED_STEPS) if timelines else 0
+    return turns + learning + watched + TUNING_STEPS * ("auto" in strategies)
 
 
 def contest(
@@ -138,7 +138,7 @@ def contest(
 
 def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
     plans = [make_contender(name, case.workload.model, case.trace, case.cost) for name in LEARN_FROM]
-    learnt = learn(arena, plans, case.trace, case.cost, steps=WATCHED_STEPS, on_steps=heard.on_steps)
+    learnt = learn(arena, plans, case.trace, case.cost, on_steps=heard.on_steps)
     for terms in learnt.terms:
         heard.on_phase(f"in training, {terms}")
     return learnt
@@ -146,8 +146,8 @@ def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
 
 def _contender(name: str, case: Case, learnt: Learnt, tuning: Tuning | None) -> Contender:
     if name != "auto" or tuning is None:
-        cost = off_by(learnt.cost, CAUTION) if name == "optimal" else learnt.cost  # the paper's rule knows no caution
-        return make_contender(name, case.workload.model, learnt.trace, cost)
+        planner = plan_cautiously if name == "optimal" else None
+        return make_contender(name, case.workload.model, learnt.trace, learnt.cost, planner)
     if tuning.plan is None:  # the tuner gave up and left torch's own buckets
         return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy="auto")
     return Contender("auto", replace(tuning.plan, model=case.trace.model, planner="auto"))

@@ -5,14 +5,14 @@ once: messages wait for room on a busy processor, the computation is slowed by t
 some plans are run and observed first, and predictions are made with the cost and the trace that they showed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import PiecewiseCost
-from mgwfbp.runtime.learn import AgreedSteps, learn_cost, learn_taken, learn_trace, without_lags
+from mgwfbp.runtime.learn import AgreedSteps, Known, Note, Seen
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
@@ -22,6 +22,8 @@ __all__ = ["Learnt", "Terms", "after_backward", "learn", "observe", "undisturbed
 
 # A step that is longer than most by this factor was held up by something that is no part of training.
 DISTURBED = 1.3
+# What is noted of a plan's steps, each in steps of its own: hooks on gradients slow messages, and the other way round.
+NOTES: tuple[Note, ...] = ("plain", "gradients", "messages") * 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,14 @@ class Terms:
         )
 
 
-def observe(arena: Arena, contender: Contender, steps: int, *, settle: int = 1) -> Observation:
+def observe(
+    arena: Arena, contender: Contender, steps: int, *, settle: int = 1, notes: Sequence[Note] | None = None
+) -> Observation:
     """Observe steps of a strategy; what is seen is this rank's. All ranks must call it."""
     step = arena.enter(contender)
     for _ in range(settle):
         step()
-    with arena.model_for(contender).observe(steps) as seen:
+    with arena.model_for(contender).observe(steps, notes=notes) as seen:
         for _ in range(steps):
             step()
     return seen
@@ -68,53 +72,43 @@ def learn(
     recorded: ModelTrace,
     swept: PiecewiseCost,
     *,
-    steps: int = 3,
     on_steps: Callable[[int], object] = lambda _: None,
 ) -> Learnt:
     """Run one or more plans, observe them, and correct what was measured apart. All ranks must call it.
 
-    The gradients of the last plan make the trace: let it be one whose messages overlap with the backward pass. What
-    plans of other messages do to the backward pass tells what a message takes from it. Steps that something else held
-    up are left out, as the median of a turn leaves them out.
+    It learns as the tuner does, `Known`: gradients and messages in steps of their own. The gradients of the last plan
+    make the trace: let it be one whose messages overlap with the backward pass. What plans of other messages do to the
+    backward pass tells what a message takes from it. Steps that something else held up are left out, as the median of a
+    turn leaves them out.
     """
-    messages_s: dict[int, list[float]] = {}
-    terms, computes_s = [], []
+    known: Known | None = None
+    terms = []
     for contender in contenders:
-        seen = observe(arena, contender, steps)
-        on_steps(1 + steps)
-        agreed = undisturbed(seen.agreed_steps())
-        of_plan: dict[int, list[float]] = {}
-        for taken_s in agreed.message_s:
-            for size, seconds in zip(seen.sizes, taken_s, strict=True):
-                of_plan.setdefault(size, []).append(seconds)
-        for size, times_s in of_plan.items():
-            messages_s.setdefault(size, []).extend(times_s)
-        terms.append(_terms(contender, agreed, of_plan, recorded, swept))
-        computes_s.append((seen.sizes, agreed.compute_s))
-        observed = replace(learn_trace(agreed, seen.gradients), model=recorded.model)
+        observed = observe(arena, contender, len(NOTES), notes=NOTES)
+        on_steps(1 + len(NOTES))
+        seen = observed.agreed()
+        seen = replace(seen, **{note: undisturbed(getattr(seen, note)) for note in ("plain", "gradients", "messages")})
+        known = known or Known(observed.gradients, swept.workers, swept)
+        known.learn(contender.plan, seen)
+        terms.append(_terms(contender, seen, known.gradients.sizes_of(contender.plan), recorded, swept))
+    assert known is not None  # noqa: S101 - there is a contender
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
-    means_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in messages_s.items()}
-    cost = learn_taken(learn_cost(means_s, swept.workers, swept), computes_s)
-    return Learnt(without_lags(observed, contenders[-1].plan, cost), cost, tuple(terms))
+    known.messages_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in known.messages_s.items()}
+    return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms))
 
 
-def _terms(
-    contender: Contender,
-    steps: AgreedSteps,
-    messages_s: Mapping[int, Sequence[float]],
-    recorded: ModelTrace,
-    swept: PiecewiseCost,
-) -> Terms:
-    mean_s = median(steps.mean_compute_s)
-    taken_s = sum(sum(times_s) for times_s in messages_s.values())
-    expected_s = sum(swept(size) * len(times_s) for size, times_s in messages_s.items())
+def _terms(contender: Contender, seen: Seen, sizes: Sequence[int], recorded: ModelTrace, swept: PiecewiseCost) -> Terms:
+    assert seen.plain is not None  # noqa: S101 - such steps were asked for
+    assert seen.messages is not None  # noqa: S101 - and such
+    mean_s = median(seen.plain.mean_compute_s)
+    taken_s = fmean(sum(taken_s) for taken_s in seen.messages.message_s)
     return Terms(
         contender.strategy,
         contender.plan.num_groups,
         mean_s,
         mean_s / recorded.compute_s - 1,
-        median(steps.compute_s) / mean_s - 1,
-        taken_s / expected_s - 1,
+        median(seen.plain.compute_s) / mean_s - 1,
+        taken_s / sum(swept(size) for size in sizes) - 1,
     )
 
 

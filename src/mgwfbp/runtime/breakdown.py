@@ -10,9 +10,9 @@ from mgwfbp.cost import PiecewiseCost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, planner_of
 from mgwfbp.report.explanation import OWN, PARTS, Choice, Explanation
-from mgwfbp.runtime.decide import BUCKET_MIB, Known, Note, Seen
+from mgwfbp.runtime.decide import BUCKET_MIB
 from mgwfbp.runtime.kinds import Kind, kinds_of, split_by_kind
-from mgwfbp.runtime.learn import Gradients, PackedSteps, timeline_of
+from mgwfbp.runtime.learn import Gradients, Known, Note, PackedSteps, Seen, timeline_of
 from mgwfbp.runtime.observe import ObservedStep
 from mgwfbp.runtime.reducer import ReducerHandle
 from mgwfbp.timeline import Timeline, lower_bound_s, predict
@@ -85,9 +85,9 @@ class NotedMessages:
 
     def predict(self, found: Explanation, seen: Seen, swept: PiecewiseCost, timeline: str) -> Explanation:
         """Add what other buckets would give; messages were ``swept`` on an idle network."""
-        known = Known(self.gradients, len(found.ranks))
+        known = Known(self.gradients, len(found.ranks), swept)
         known.learn(self.plan, seen)
-        trace, cost = known.trace, known.cost_beside(swept)
+        trace, cost = known.trace, known.cost
         assert seen.messages is not None  # noqa: S101 - they too
         assert seen.plain is not None  # noqa: S101 - some steps are
         plans: list[tuple[str, int | None, MergePlan]] = [("as it is", None, self.plan)]

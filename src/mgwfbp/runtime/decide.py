@@ -22,23 +22,20 @@ does not change the forward pass: so the part of a step that goes with its forwa
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import fmean, median, stdev
-from typing import Literal
 
 from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, planner_of
 from mgwfbp.ranges import off_by, predict_range
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, learn_cost, learn_taken, learn_trace, without_lags
+from mgwfbp.runtime.learn import AgreedSteps, Gradients, Known, Note, Seen
 from mgwfbp.runtime.tuning import Candidate, Comparison
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["BUCKET_MIB", "CAUTION", "Known", "Limits", "Note", "Seen", "Turn", "Verdict", "compare", "decide"]
-
-Note = Literal["settle", "plain", "gradients", "messages"]
+__all__ = ["BUCKET_MIB", "Limits", "Turn", "Verdict", "compare", "decide", "plan_cautiously"]
 
 # What is noted in the steps of a turn. New buckets are allocated in the first step with them, so it does not count.
 _ALL: tuple[Note, ...] = ("plain", "gradients", "messages")
@@ -48,9 +45,9 @@ GLANCE: tuple[Note, ...] = ("settle", "plain", "plain")
 LOOK: tuple[Note, ...] = ("settle", "plain", "plain", "plain")
 GLANCES = 3  # turns in which all candidates take part, whatever came of them
 MAX_ROUNDS = 3  # of planning
-# Plans are made for messages as much slower than learnt as these are typically off: a plan that is best only where the
-# cost is underestimated is not wanted, and sizes that were never observed are the most uncertain.
-CAUTION = 1.0
+# Plans are made for the learnt cost, and for messages slower by half of what they are typically off, and by all of it:
+# a plan that is best only where the cost is underestimated is not wanted, nor one that gives much away to be safe.
+CAUTIONS = (0.0, 0.5, 1.0)
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
 # A plan that is kept is faster than the buckets in force with so much confidence; one that is dropped slower than
@@ -60,8 +57,6 @@ CONFIDENCE, DROPPED, FUTILE = 0.995, 0.99, 0.95
 HOPELESS = 0.10
 # Less than this is not worth more turns.
 WORTH = 0.005
-# Hooks on gradients slow a host that is busy launching kernels, but not by more than this.
-MOST_SLOWED = 1.5
 # Forward passes that differ by less than this between plans, or by no more than so many standard errors, are the same.
 SAME_FORWARD, ERRORS = 0.005, 3.0
 # A regression takes so many steps, and forward passes that spread by more than this.
@@ -75,15 +70,6 @@ class Turn:
     plan: MergePlan
     notes: tuple[Note, ...]
     doing: str  # in words
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What came of a turn, over all ranks, by what was noted."""
-
-    plain: AgreedSteps | None = None
-    gradients: AgreedSteps | None = None
-    messages: AgreedSteps | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,46 +89,6 @@ class Verdict:
     trace: ModelTrace
     cost: PiecewiseCost
     exposed_s: float  # with the chosen plan
-
-
-@dataclass(slots=True)
-class Known:
-    """What has been learnt so far; `trace` and `cost` are what it says of the model and of the network."""
-
-    gradients: Gradients
-    workers: int
-    messages_s: dict[int, list[float]] = field(default_factory=dict)
-    _computes_s: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by bytes of a plan's messages
-    _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
-
-    def learn(self, plan: MergePlan, seen: Seen) -> None:
-        """Take over what came of a turn with this plan."""
-        sizes = self.gradients.sizes_of(plan)
-        for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
-            self._computes_s.setdefault(tuple(sizes), []).extend(steps.compute_s if steps else ())
-        if seen.messages is not None:
-            for taken_s in seen.messages.message_s:
-                for size, seconds in zip(sizes, taken_s, strict=True):
-                    self.messages_s.setdefault(size, []).append(seconds)
-        if seen.gradients is not None and seen.plain is not None:
-            slowed = median(seen.gradients.length_s) / max(median(seen.plain.length_s), 1e-12)
-            trace = learn_trace(seen.gradients, self.gradients)
-            self._observed = trace.scaled(1 / min(MOST_SLOWED, max(1.0, slowed))), plan
-
-    @property
-    def trace(self) -> ModelTrace:
-        """When gradients are ready where no messages take from the computation, from the last plan with gradients."""
-        assert self._observed is not None  # noqa: S101 - asked for only then
-        return without_lags(*self._observed, self.cost)
-
-    @property
-    def cost(self) -> PiecewiseCost:
-        """What a message costs beside a backward pass, and takes from it, from all messages and plans so far."""
-        return self.cost_beside(None)
-
-    def cost_beside(self, swept: PiecewiseCost | None) -> PiecewiseCost:
-        """Return that cost, with what was swept on an idle network where there is such a sweep."""
-        return learn_taken(learn_cost(self.messages_s, self.workers, swept), self._computes_s.items())
 
 
 def decide(
@@ -190,8 +136,10 @@ def decide(
 
 
 def plan_cautiously(trace: ModelTrace, cost: Cost) -> MergePlan:
-    """Find the exact plan for messages as much slower as their cost may be off, see `CAUTION`."""
-    return plan_optimal(trace, off_by(cost, CAUTION))
+    """Return, of the exact plans for `CAUTIONS`, the one whose step is the shortest in the mean over all of them."""
+    costs = [off_by(cost, caution) for caution in CAUTIONS]
+    plans = {plan.groups: plan for plan in (plan_optimal(trace, one) for one in costs)}
+    return min(plans.values(), key=lambda plan: fmean(predict(trace, one, plan).iteration_s for one in costs))
 
 
 def _buckets(trace: ModelTrace, cost: PiecewiseCost, mib: float) -> MergePlan:

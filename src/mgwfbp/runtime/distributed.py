@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from mgwfbp.runtime.decide import Limits
 from mgwfbp.runtime.drift import Drift
 from mgwfbp.runtime.fitness import unfit_for_tuning
 from mgwfbp.runtime.kinds import check_kinds, kinds_of
-from mgwfbp.runtime.learn import Gradients
+from mgwfbp.runtime.learn import Gradients, Note
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.runtime.observe import Observer, weakly
 from mgwfbp.runtime.reducer import (
@@ -196,7 +196,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @contextmanager
     def observe(
-        self, steps: int = 10, *, predict_with: tuple[ModelTrace | None, Cost] | None = None
+        self,
+        steps: int = 10,
+        *,
+        predict_with: tuple[ModelTrace | None, Cost] | None = None,
+        notes: Sequence[Note] | None = None,
     ) -> Iterator[Observation]:
         """Observe the next steps that run inside ``with model.observe() as seen:``.
 
@@ -214,10 +218,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         Args:
             steps: how many to observe.
             predict_with: a trace, or None for the observed one, and a cost.
+            notes: for every step "plain", "gradients" or "messages": what is noted besides its length, where noting
+                both at once would slow the step; ``seen.agreed()`` has it by note, and there is no timeline.
 
         Raises:
             MeasureError: where the model cannot be observed now; it says why.
         """
+        steps = steps if notes is None else len(notes)
         if steps < 1:
             raise MeasureError(f"steps is {steps}, expected 1 or more")
         if isinstance(self._observer, Tuner):
@@ -233,13 +240,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise MeasureError(f"cannot observe a model with a communication hook: {handle.cannot_change}")
         had_settled: list[bool] = []  # of every step: the first one of a Reducer is unlike the others
 
+        def note_next() -> None:
+            note = None if notes is None else notes[sum(had_settled)]
+            observer.note(gradients=note in (None, "gradients"), messages=note in (None, "messages"))
+
         def step_has_ended() -> None:
             had_settled.append(handle.has_settled)
             if sum(had_settled) >= steps:
                 self._stop_observing(observer)
+            else:
+                note_next()
 
         observer = self._observer = Observer(handle, clock_for(self.device), step_has_ended)
-        observer.note(gradients=True, messages=True)
+        note_next()
         seen = Observation()
         try:
             yield seen
@@ -252,7 +265,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             predict_with = (self.tuning.trace, self.tuning.cost)
         plan = self.plan
         if plan is not None:
-            seen.fill(taken, gradients, plan, self.process_group, predict_with)
+            seen.fill(taken, gradients, plan, self.process_group, predict_with, notes)
 
     def _stop_observing(self, observer: Observer) -> None:
         if self._observer is observer:

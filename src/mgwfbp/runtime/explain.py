@@ -35,10 +35,9 @@ from mgwfbp.measure.hooks import GradientHooks
 from mgwfbp.report.explanation import OWN, Explanation, RankParts, Wrapper
 from mgwfbp.report.explanation_page import build_explanation_page
 from mgwfbp.runtime.breakdown import NotedMessages, note_of, parts_of_rank
-from mgwfbp.runtime.decide import Seen
 from mgwfbp.runtime.distributed import IN_JOIN
 from mgwfbp.runtime.distributed import DistributedDataParallel as OurDistributedDataParallel
-from mgwfbp.runtime.learn import Gradients
+from mgwfbp.runtime.learn import Gradients, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import ReducerHandle, cannot_hold, missing, when_backward_has_ended
 from mgwfbp.units import plural, quote

@@ -5,10 +5,10 @@ Used alike by the tuner, by ``observe()`` and by ``mgwfbp bench``.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from statistics import fmean, median, stdev
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -25,7 +25,10 @@ from mgwfbp.trace import ModelTrace, layers_of
 __all__ = [
     "AgreedSteps",
     "Gradients",
+    "Known",
+    "Note",
     "PackedSteps",
+    "Seen",
     "learn_cost",
     "learn_taken",
     "learn_trace",
@@ -56,8 +59,13 @@ LEAST_TAKEN = 1e-4
 MEDIAN_ERROR = 1.25
 # The end of a backward pass varies by no less than this part from step to step.
 LEAST_NOISE = 0.005
+# Hooks on gradients slow a host that is busy launching kernels, but not by more than this.
+MOST_SLOWED = 1.5
 # Larger messages than were swept or observed go on at the same slope, to a point at so many times the largest.
 BEYOND = 4
+
+# What is noted of a step: each in steps of its own, since each disturbs the others.
+Note = Literal["settle", "plain", "gradients", "messages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +204,52 @@ class PackedSteps:
 
 def _next(values: Iterator[float], number: int) -> tuple[float, ...]:
     return tuple(islice(values, number))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What came of a turn, over all ranks, by what was noted."""
+
+    plain: AgreedSteps | None = None
+    gradients: AgreedSteps | None = None
+    messages: AgreedSteps | None = None
+
+
+@dataclass(slots=True)
+class Known:
+    """What has been learnt so far; `trace` and `cost` are what it says of the model and of the network."""
+
+    gradients: Gradients
+    workers: int
+    swept: PiecewiseCost | None = None  # on an idle network, where there is such a sweep
+    messages_s: dict[int, list[float]] = field(default_factory=dict)
+    _computes_s: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by bytes of a plan's messages
+    _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
+
+    def learn(self, plan: MergePlan, seen: Seen) -> None:
+        """Take over what came of a turn with this plan."""
+        sizes = self.gradients.sizes_of(plan)
+        for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
+            self._computes_s.setdefault(tuple(sizes), []).extend(steps.compute_s if steps else ())
+        if seen.messages is not None:
+            for taken_s in seen.messages.message_s:
+                for size, seconds in zip(sizes, taken_s, strict=True):
+                    self.messages_s.setdefault(size, []).append(seconds)
+        if seen.gradients is not None and seen.plain is not None:
+            slowed = median(seen.gradients.length_s) / max(median(seen.plain.length_s), 1e-12)
+            trace = learn_trace(seen.gradients, self.gradients)
+            self._observed = trace.scaled(1 / min(MOST_SLOWED, max(1.0, slowed))), plan
+
+    @property
+    def trace(self) -> ModelTrace:
+        """When gradients are ready where no messages take from the computation, from the last plan with gradients."""
+        assert self._observed is not None  # noqa: S101 - asked for only then
+        return without_lags(*self._observed, self.cost)
+
+    @property
+    def cost(self) -> PiecewiseCost:
+        """What a message costs beside a backward pass, and takes from it, from all messages and plans so far."""
+        return learn_taken(learn_cost(self.messages_s, self.workers, self.swept), self._computes_s.items())
 
 
 def learn_trace(steps: AgreedSteps, gradients: Gradients, source: Mapping[str, Any] | None = None) -> ModelTrace:

@@ -8,7 +8,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import agree_on_trace
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, PackedSteps, sends, timeline_of, trace_of, without_lags
+from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen, sends, timeline_of, trace_of, without_lags
 from mgwfbp.runtime.observe import ObservedStep
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
@@ -22,6 +22,8 @@ class Observation:
 
     def __init__(self) -> None:
         self._steps: tuple[ObservedStep, ...] = ()
+        self._notes: tuple[Note, ...] = ()
+        self._plan: MergePlan | None = None
         self._timelines: tuple[Timeline, ...] = ()
         self._trace: ModelTrace | None = None
         self._predicted: Timeline | None = None
@@ -61,8 +63,8 @@ class Observation:
     @property
     def gradients(self) -> Gradients:
         """What a step sends."""
-        self._check()
-        assert self._gradients is not None  # noqa: S101 - set with the timelines
+        if self._gradients is None:
+            raise MeasureError("nothing is known of gradients: the block is not over, or the model has no plan")
         return self._gradients
 
     @property
@@ -70,9 +72,20 @@ class Observation:
         """The bytes of each message of a step."""
         return [message.num_bytes for message in self.timeline.messages]
 
-    def agreed_steps(self) -> AgreedSteps:
-        """Return what all ranks observed of the same steps. All ranks must call it, after as many steps."""
-        return PackedSteps.of(self._steps, self.gradients, self.sizes, "gradients", "messages").agreed(self._group)
+    def agreed(self) -> Seen:
+        """Return what all ranks observed of the same steps, by what was noted of each. All ranks must call it.
+
+        Raises:
+            MeasureError: where nothing was observed, or messages that the plan does not have.
+        """
+        if self._gradients is None or self._plan is None or not self._steps:
+            raise MeasureError("nothing was observed: no step whose gradients were averaged ran inside the block")
+        by_note: dict[Note, list[ObservedStep]] = {}
+        for step, note in zip(self._steps, self._notes, strict=False):
+            by_note.setdefault(note, []).append(step)
+        sizes = self._gradients.sizes_of(self._plan)
+        packed = {note: PackedSteps.of(some, self._gradients, sizes, note) for note, some in by_note.items()}
+        return Seen(**{note: packed[note].agreed(self._group) for note in sorted(packed)})
 
     def agreed_trace(self) -> ModelTrace:
         """Return when each gradient was ready on the slowest rank. All ranks must call it, and get the same.
@@ -108,10 +121,17 @@ class Observation:
         plan: MergePlan,
         group: dist.ProcessGroup,
         predict_with: tuple[ModelTrace | None, Cost] | None,
+        notes: Sequence[Note] | None = None,
     ) -> None:
-        """Take over what was observed while this plan was in force."""
+        """Take over what was observed while this plan was in force; ``notes`` says it of each step, if not all of all.
+
+        Of a step of which not all was noted there is no timeline.
+        """
         sizes = gradients.sizes_of(plan)
-        self._gradients, self._group = gradients, group
+        self._gradients, self._group, self._plan = gradients, group, plan
+        if notes is not None:
+            self._steps, self._notes = tuple(steps), tuple(notes)
+            return
         self._steps = tuple(step for step in steps if sends(step, sizes))
         if not self._steps:
             return

@@ -94,6 +94,7 @@ def plan_for(
     trace: ModelTrace | None = None,
     cost: Cost | None = None,
     delayed: frozenset[str] = frozenset(),
+    planner: Planner | None = None,
 ) -> MergePlan:
     """Return the plan of a strategy that has one, for a module's gradients.
 
@@ -103,6 +104,7 @@ def plan_for(
         trace: when gradients are ready; needed by ``mgwfbp`` and ``optimal``.
         cost: what a message takes; needed by the same.
         delayed: names of gradients that are left out.
+        planner: who plans, if not the strategy's own planner.
 
     Raises:
         StrategyError: where the strategy is unknown, or lacks a trace or a cost.
@@ -110,7 +112,7 @@ def plan_for(
     >>> plan_for(nn.Linear(2, 3), "wfbp").groups
     (('bias',), ('weight',))
     """
-    planner = _planner(strategy)
+    planner = planner or _planner(strategy)
     if strategy in _TIMED and (trace is None or cost is None):
         absent = " and ".join(name for name, given in (("trace", trace), ("cost", cost)) if given is None)
         raise StrategyError(

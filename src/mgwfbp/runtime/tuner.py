@@ -28,9 +28,9 @@ from mgwfbp.errors import MgwfbpError
 from mgwfbp.measure.agreement import broadcast_text, on_device, problem_of, try_together
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.decide import Limits, Note, Seen, Turn, Verdict, decide
+from mgwfbp.runtime.decide import Limits, Turn, Verdict, decide
 from mgwfbp.runtime.kinds import Kind, check_kinds, split_by_kind
-from mgwfbp.runtime.learn import Gradients, PackedSteps
+from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
 from mgwfbp.runtime.tuning import Candidate, Comparison, Tuning
