@@ -1,9 +1,9 @@
-"""What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`."""
+"""What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`, and `WireCost` of both precisions."""
 
 import os
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
 
@@ -12,7 +12,18 @@ from mgwfbp.files import naming, read_json
 from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
-__all__ = ["Cost", "LinearCost", "PiecewiseCost", "cheapest_s", "cost_from_json", "load_cost", "taken_by"]
+__all__ = [
+    "Cost",
+    "LinearCost",
+    "PiecewiseCost",
+    "WireCost",
+    "cheapest_s",
+    "cost_from_json",
+    "halved",
+    "load_cost",
+    "low_precision_cost",
+    "taken_by",
+]
 
 
 class Cost(Protocol):
@@ -185,6 +196,87 @@ def _check_point(index: int, point: object) -> tuple[int, float]:
         raise CostError(f"points[{index}] is {quote(point)}, expected [bytes, seconds]")
     size = check_count(point[0], f"points[{index}][0], bytes,", CostError)
     return size, check_real(point[1], f"points[{index}][1], seconds,", CostError)
+
+
+@dataclass(frozen=True, slots=True)
+class WireCost:
+    """What a message costs as its gradients are, and what it costs in a lower precision.
+
+    It is the former's cost; ``low`` is that of a message of so many bytes of *gradients* in the latter, conversions
+    included. What a message takes from the computation is the former's for both.
+
+    >>> cost = WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 1.5, 0.25))
+    >>> cost(10), cost.low(10)
+    (6.0, 4.0)
+    """
+
+    full: LinearCost | PiecewiseCost
+    low: LinearCost | PiecewiseCost
+
+    def __post_init__(self) -> None:
+        for name in ("full", "low"):
+            if not isinstance(getattr(self, name), LinearCost | PiecewiseCost):
+                raise CostError(f"{name} is {quote(getattr(self, name))}, expected a linear or a piecewise cost")
+        if self.full.workers != self.low.workers:
+            raise CostError(f"low is of {plural(self.low.workers, 'worker')}, full of {self.full.workers}")
+
+    def __call__(self, num_bytes: int, /) -> float:
+        """Return the seconds an all-reduce of ``num_bytes`` takes as they are."""
+        return self.full(num_bytes)
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part."""
+        return self.full.workers
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """Where the cost of messages as they are is from."""
+        return self.full.source
+
+    @property
+    def taken_s(self) -> float:
+        """What a message takes from the computation, whatever its size."""
+        return self.full.taken_s
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        """And for each of its bytes."""
+        return self.full.taken_per_byte_s
+
+
+def halved(cost: Cost) -> Cost:
+    """Return what messages of half the bytes cost, by the bytes that they stand for; converting costs nothing.
+
+    >>> halved(LinearCost(2, 1.0, 0.5))(10)
+    3.5
+    >>> halved(PiecewiseCost(2, ((0, 1.0), (10, 2.0))))(20)
+    2.0
+    """
+    if isinstance(cost, LinearCost):
+        return replace(cost, per_byte_s=cost.per_byte_s / 2)
+    if isinstance(cost, PiecewiseCost):
+        return replace(cost, points=tuple((2 * size, time_s) for size, time_s in cost.points))
+    return _Halved(cost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Halved:
+    """Any other cost, of half the bytes."""
+
+    cost: Cost
+
+    @property
+    def workers(self) -> int:
+        return self.cost.workers
+
+    def __call__(self, num_bytes: int, /) -> float:
+        return self.cost(num_bytes // 2)
+
+
+def low_precision_cost(cost: Cost) -> Cost:
+    """Return what messages in low precision cost: as was measured, or else half the bytes."""
+    return cost.low if isinstance(cost, WireCost) else halved(cost)
 
 
 def _cost_fields(data: object, kind: str) -> Fields:

@@ -1,7 +1,8 @@
-"""Which gradients travel together: `MergePlan`."""
+"""Which gradients travel together, and how: `MergePlan`."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,23 +13,33 @@ from mgwfbp.record import Fields, Record, check_free_form, check_items, check_te
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
 
-__all__ = ["MergePlan"]
+__all__ = ["WIRES", "MergePlan"]
+
+# Precisions that a message may travel in, besides that of its gradients.
+WIRES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MergePlan(Record):
     """A partition of a model's gradients into messages, in the order in which the messages are sent.
 
+    A plan with messages that travel in a lower precision than that of their gradients has format ``mgwfbp.plan/2``.
+
     >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")))
     MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2)
+    >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")), wire=("", "bfloat16"))
+    MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2, 1 of them in bfloat16)
     """
 
     FORMAT: ClassVar[str] = "mgwfbp.plan/1"
+    WIRE_FORMAT: ClassVar[str] = "mgwfbp.plan/2"
 
     model: str
     planner: str
     groups: tuple[tuple[str, ...], ...]  # names of the gradients of each message
     predicted: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what the planner expects; free-form
+    # The precision of each message, "" for that of its gradients; empty where all are such.
+    wire: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_text(self.model, "model", PlanError)
@@ -39,6 +50,7 @@ class MergePlan(Record):
             raise PlanError("groups: empty, expected at least one message")
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "predicted", check_free_form(self.predicted, "predicted", PlanError))
+        object.__setattr__(self, "wire", _check_wire(self.wire, len(groups)))
         repeated = first_repeated(self.layer_names)
         if repeated is not None:
             raise PlanError(f"groups: {quote(repeated)} stands twice, expected every gradient once")
@@ -48,8 +60,13 @@ class MergePlan(Record):
         shown = "+".join(sizes if len(sizes) <= 12 else [*sizes[:11], "…"])
         return (
             f"MergePlan({quote(self.model)} by {quote(self.planner)}: {plural(len(self.layer_names), 'gradient')} in "
-            f"{plural(self.num_groups, 'message')}, {shown})"
+            f"{plural(self.num_groups, 'message')}, {shown}{self._wire_words})"
         )
+
+    @property
+    def _wire_words(self) -> str:
+        counts = Counter(filter(None, self.wire))
+        return "".join(f", {number} of them in {name}" for name, number in counts.items())
 
     def __str__(self) -> str:
         """Return the plan as text: a line for each message, in the order in which they are sent. `parse` reads it.
@@ -61,8 +78,8 @@ class MergePlan(Record):
         """
         lines = [f"plan of {_word(self.model)} by {_word(self.planner)}"]
         lines += [
-            f"message {number}: {' '.join(_word(name) for name in group)}"
-            for number, group in enumerate(self.groups, 1)
+            f"message {number}{f' in {wire}' if wire else ''}: {' '.join(_word(name) for name in group)}"
+            for number, (group, wire) in enumerate(zip(self.groups, self.wires, strict=True), 1)
         ]
         if self.predicted:
             lines.append(f"predicted: {json.dumps(dict(self.predicted), allow_nan=False, default=dict)}")
@@ -80,16 +97,19 @@ class MergePlan(Record):
         if len(words) != 5 or (words[0], words[1], words[3]) != ("plan", "of", "by"):
             raise PlanError(f"line 1 is {quote(head)}, expected 'plan of MODEL by PLANNER'")
         groups: list[tuple[str, ...]] = []
+        wire: list[str] = []
         predicted: dict[str, Any] = {}
         for number, line in enumerate(lines, 2):
             start, _, rest = line.partition(": ")
+            start, _, precision = start.partition(" in ")
             if start == f"message {len(groups) + 1}":
                 groups.append(tuple(_words(rest, number)))
+                wire.append(precision)
             elif start == "predicted" and number == len(lines) + 1:
                 predicted = _json(rest, number)
             else:
                 raise PlanError(f"line {number} is {quote(line)}, expected 'message {len(groups) + 1}: NAMES'")
-        return cls(words[2], words[4], tuple(groups), predicted)
+        return cls(words[2], words[4], tuple(groups), predicted, tuple(wire))
 
     @classmethod
     def of_sizes(cls, trace: ModelTrace, sizes: Iterable[int], *, planner: str = "by hand") -> Self:
@@ -114,6 +134,16 @@ class MergePlan(Record):
     def num_groups(self) -> int:
         """How many messages a step sends."""
         return len(self.groups)
+
+    @property
+    def wires(self) -> tuple[str, ...]:
+        """The precision of each message, "" for that of its gradients."""
+        return self.wire or ("",) * len(self.groups)
+
+    @property
+    def messages(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+        """All that two plans which send the same have in common: groups, and how they travel."""
+        return self.groups, self.wire
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -187,10 +217,11 @@ class MergePlan(Record):
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan.json``."""
         return {
-            "format": self.FORMAT,
+            "format": self.WIRE_FORMAT if self.wire else self.FORMAT,
             "model": self.model,
             "planner": self.planner,
             "groups": [list(group) for group in self.groups],
+            **({"wire": [wire or None for wire in self.wire]} if self.wire else {}),
             "predicted": dict(self.predicted),
         }
 
@@ -198,8 +229,11 @@ class MergePlan(Record):
     def from_json(cls, data: object) -> Self:
         """Make a plan from the content of ``plan.json``."""
         fields = Fields(data)
-        fields.check_format(cls.FORMAT)
-        return cls(fields["model"], fields["planner"], tuple(fields.items("groups")), fields.get("predicted", {}))
+        has_wire = fields.get("format", "") == cls.WIRE_FORMAT
+        fields.check_format(cls.WIRE_FORMAT if has_wire else cls.FORMAT)
+        wire = tuple("" if one is None else one for one in fields.items("wire")) if has_wire else ()
+        groups, predicted = tuple(fields.items("groups")), fields.get("predicted", {})
+        return cls(fields["model"], fields["planner"], groups, predicted, wire)
 
 
 _PLAIN = re.compile(r"[\w.\-+/:]+", re.ASCII)
@@ -235,6 +269,16 @@ def _json(text: str, number: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PlanError(f"line {number}: what is predicted is {quote(found)}, expected an object")
     return found
+
+
+def _check_wire(wire: object, num_groups: int) -> tuple[str, ...]:
+    listed = check_items(wire, object, "wire", PlanError)
+    for index, one in enumerate(listed):
+        if one not in ("", *WIRES):
+            raise PlanError(f"wire[{index}] is {quote(one)}, expected null or one of {', '.join(WIRES)}")
+    if listed and len(listed) != num_groups:
+        raise PlanError(f"wire has {len(listed)} entries, expected one for each of {plural(num_groups, 'message')}")
+    return tuple(str(one) for one in listed) if any(listed) else ()
 
 
 def _check_group(index: int, group: object) -> tuple[str, ...]:

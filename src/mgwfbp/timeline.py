@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
-from mgwfbp.cost import Cost, cheapest_s, taken_by
+from mgwfbp.cost import Cost, cheapest_s, low_precision_cost, taken_by
 from mgwfbp.errors import CostError, FormatError, TimelineError
 from mgwfbp.network import Network
 from mgwfbp.plan import MergePlan
@@ -210,7 +210,8 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     where g counts messages in the order in which they are sent, :math:`r^{(g)}` is the end of the backward step of the
     last gradient in message g, and :math:`t_c^{(g)} = T_{ar}` of its bytes. The paper writes it for one gradient a
     message; Conditions (14) to (16) carry it over to merged ones. Where messages take time from the computation,
-    gradients are ready later by what those before them took, `lags_s`.
+    gradients are ready later by what those before them took, `lags_s`. A message in low precision takes what
+    `low_precision_cost` says.
 
     Ignored: jitter, and the update.
 
@@ -242,12 +243,13 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     alone_s = trace.ready_s
     ready_s = [ready + lag for ready, lag in zip(alone_s, lags, strict=True)]
     messages, link_free_s = [], 0.0
-    for group, (sent_row, taken_s) in zip(plan.groups, sent_with(trace, cost, plan), strict=True):
+    low = low_precision_cost(cost)
+    for group, wire, (sent_row, taken_s) in zip(plan.groups, plan.wires, sent_with(trace, cost, plan), strict=True):
         rows = [row_of[name] for name in group]
         group_ready_s = max(ready_s[row] for row in rows)
         group_bytes = sum(trace.layers[row].grad_bytes for row in rows)
         start_s = max(link_free_s, group_ready_s, alone_s[sent_row] + taken_s)
-        link_free_s = start_s + _duration_s(cost, group_bytes)
+        link_free_s = start_s + _duration_s(low if wire else cost, group_bytes)
         messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s))
     return _timeline(trace, cost.workers, plan.planner, messages, lags)
 

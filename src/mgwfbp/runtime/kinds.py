@@ -61,12 +61,16 @@ def split_by_kind(plan: MergePlan, kinds: Mapping[str, Hashable]) -> MergePlan:
     >>> split_by_kind(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
     (('c',), ('d', 'b'), ('a',))
     """
-    groups = []
-    for group in plan.groups:
+    groups: list[tuple[str, ...]] = []
+    wire: list[str] = []
+    for group, precision in zip(plan.groups, plan.wires, strict=True):
         parts: dict[Hashable, list[str]] = {}
         for name in group:
             kind = kinds.get(uncompiled(name), "")
             # In the order in which they are complete.
             parts[kind] = [*parts.pop(kind, []), name]
         groups += [tuple(part) for part in parts.values()]
-    return plan if len(groups) == plan.num_groups else replace(plan, groups=tuple(groups), predicted={})
+        wire += [precision] * len(parts)
+    if len(groups) == plan.num_groups:
+        return plan
+    return replace(plan, groups=tuple(groups), wire=tuple(wire), predicted={})
