@@ -191,6 +191,16 @@ def agree_on_plan(
     if other is not None:
         both: list[Groups] = [json.loads(broadcast_text(groups, rank, group)) for rank in (0, other)]
         raise PlanError(describe_difference(both[0], both[1], other))
+    wires = json.dumps([] if plan is None else plan.wires)
+    other = _first_difference(wires, group)
+    if other is not None:
+        said = [json.loads(broadcast_text(wires, rank, group)) for rank in (0, other)]
+        index = next(index for index, (mine, theirs) in enumerate(zip(*said, strict=True)) if mine != theirs)
+        mine, theirs = (f"travels in {wires[index]}" if wires[index] else "travels as it is" for wires in said)
+        raise PlanError(
+            f"the ranks have different plans: message {index} {mine} on rank 0 and {theirs} on rank {other}; "
+            "give every rank the same plan"
+        )
     other = _first_difference(str(tunes), group)
     if other is not None:
         said = [broadcast_text(str(tunes), rank, group) for rank in (0, other)]

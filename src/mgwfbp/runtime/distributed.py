@@ -19,7 +19,7 @@ from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.measure.clock import clock_for
-from mgwfbp.plan import MergePlan
+from mgwfbp.plan import WIRES, MergePlan
 from mgwfbp.runtime.compile_private import follow_plans, warn_of_old_cuts
 from mgwfbp.runtime.decide import Limits
 from mgwfbp.runtime.drift import Drift
@@ -42,7 +42,9 @@ from mgwfbp.runtime.strides import StrideWatch
 from mgwfbp.runtime.tuner import Tuner
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.runtime.user_line import call_from_user_line, warn_user
+from mgwfbp.runtime.wire import cannot_wire, check_wire
 from mgwfbp.trace import ModelTrace
+from mgwfbp.units import quote
 
 __all__ = ["IN_JOIN", "DistributedDataParallel"]
 
@@ -80,6 +82,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         tune_steps: how many steps plans may be compared in, at most; a clear difference takes a fraction of that.
         retune_steps: about how many steps may be spent, over the whole run, on looking again when steps have changed
             for long (the last time may take some 100 more); 0 to never look again.
+        wire: "bfloat16" or "float16": messages *may* travel in that precision, where it shortens the step; converted,
+            summed in fp32 and converted, see [Note: how a message travels in low precision] in ``wire.py``. Gradients
+            are then no longer those of torch's class, but the same on all ranks. Without it never.
         **kwargs: as torch's class takes them.
 
     Raises:
@@ -101,12 +106,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         tune: bool = True,
         tune_steps: int = 800,
         retune_steps: int = 2000,
+        wire: str | None = None,
         **kwargs: Any,
     ) -> None:
         given = inspect.signature(TorchDistributedDataParallel.__init__).bind(self, module, *args, **kwargs).arguments
+        if wire is not None and plan is None and not tune:
+            raise PlanError(
+                f"wire={wire!r} with tune=False and without a plan: nothing would say which messages use it"
+            )
         reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
         self._tuning = Tuning("off", reason) if reason else _TO_BEGIN
         self._plan: MergePlan | None = None
+        self._wire = wire
         self._tune_steps, self._retune_steps = tune_steps, retune_steps
         self.is_compiled = False  # whether a graph was compiled inside the forward pass
         self._absent = missing() if plan is not None or tune else ()
@@ -130,7 +141,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         def prepare() -> MergePlan | None:
             if requested is not None and clash:
                 raise PlanError(f"plan= and {clash[0]}= are both given, and each says how large buckets are")
-            return None if requested is None else _prepare(requested, Parameters(self))
+            self._check_wire()
+            return None if requested is None else _prepare(requested, Parameters(self), self._wire)
 
         tunes = self._tuning == _TO_BEGIN
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
@@ -138,6 +150,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             failed = first_problem(self._cannot_hold, self.process_group) if tunes else None
         if failed is not None and not self._cannot_hold:  # which says it itself
             self._tuning = Tuning("off", f"rank {failed[0]} cannot tune: {failed[1]}")
+
+    def _check_wire(self) -> None:
+        """Raise unless messages can travel in the precision that was asked for, if one was."""
+        if self._wire is None:
+            return
+        if self._wire not in WIRES:
+            raise PlanError(f"wire is {quote(self._wire)}, expected one of {', '.join(WIRES)}, or None")
+        if cannot := self._cannot_hold or cannot_wire(self):
+            raise PlanError(f"wire={self._wire!r} cannot be had: {cannot}")
 
     @property
     def _cannot_hold(self) -> str:
@@ -165,7 +186,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return
         handle = self._handle = ReducerHandle(self)
         if self._plan is not None:
-            handle.set_buckets(_buckets_of(self._plan, handle))
+            handle.set_buckets(_buckets_of(self._plan, handle), self._plan.wire)
         follow_plans()
         if self._tuning == _TO_BEGIN:
             self._start_tuner(self._settled)
@@ -178,14 +199,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         None only where there are no buckets (``tuning`` says why).
         """
         handle, plan = self._handle, self._plan
-        if plan is not None and (handle is None or handle.given in (None, _buckets_of(plan, handle))):
+        if plan is not None and (
+            handle is None or (handle.given, handle.wires) in ((None, ()), (_buckets_of(plan, handle), plan.wire))
+        ):
             return plan
         if missing() or cannot_hold(self):
             return None
         handle = handle or ReducerHandle(self)  # of a model that is torch's alone: only for this question
         groups = tuple(tuple(handle.names[place] for place in bucket) for bucket in handle.buckets())
         is_tried = handle.given is not None and isinstance(self._observer, Tuner)
-        return MergePlan(type(self.module).__name__, "on trial" if is_tried else "ddp", groups)
+        return MergePlan(type(self.module).__name__, "on trial" if is_tried else "ddp", groups, wire=handle.wires)
 
     @property
     def tuning(self) -> Tuning:
@@ -305,16 +328,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "the plan cannot be changed before the backward pass has ended, and it has not: some parameters "
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
-            return None if plan is None else _prepare(plan, handle)
+            return None if plan is None else _prepare(plan, handle, self._wire)
 
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             agreed = agree_on_plan(prepare, self.process_group)
         self._stop_tuning("a plan was set by hand")
         self._handle = handle
         self._plan = agreed
-        buckets = None if agreed is None else _buckets_of(agreed, handle)
-        if buckets != handle.given:
-            handle.set_buckets(buckets)
+        buckets, wires = (None, ()) if agreed is None else (_buckets_of(agreed, handle), agreed.wire)
+        if (buckets, wires) != (handle.given, handle.wires):
+            handle.set_buckets(buckets, wires)
             warn_of_old_cuts(self)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -429,11 +452,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as torch does."""
+        self._refuse_hook_with_wire()
         super().register_comm_hook(state, hook)
         if self._handle is not None:
             self._handle.hook_was_registered()
 
+    def _refuse_hook_with_wire(self) -> None:
+        if self._wire is not None:
+            raise PlanError(
+                f"a communication hook says how gradients travel, and so does wire={self._wire!r}: leave one out"
+            )
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._refuse_hook_with_wire()
         super()._register_builtin_comm_hook(comm_hook_type)
         self._builtin_hook = comm_hook_type
         if self._handle is not None:
@@ -443,7 +474,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         super()._update_process_group(new_process_group)  # after which torch makes its own buckets again
         self._stop_tuning("the process group was changed", restore=True)
         if self._handle is not None:
-            self._handle.set_buckets(self._handle.given)
+            self._handle.set_buckets(self._handle.given, self._handle.wires)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         super()._set_ddp_runtime_logging_sample_rate(sample_rate)
@@ -478,11 +509,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._begin(plan_was_given=self._plan is not None)
 
 
-def _prepare(plan: PlanLike, parameters: Parameters) -> MergePlan:
+def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergePlan:
     """Read a plan and check that this model's gradients can be sent as it says."""
     loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
     if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
         loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
+    check_wire(loaded.wire, wire)
     check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
     return loaded
 

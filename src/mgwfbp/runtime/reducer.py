@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
 from mgwfbp.runtime.stand_ins import FreesFirst, NoZeros, ObservedGroup, OnMessage, Script, observed
+from mgwfbp.runtime.wire import WireGroup
 
 __all__ = [
     "Buckets",
@@ -215,8 +216,13 @@ class ReducerHandle(Parameters):
         self.given: Buckets | None = None  # what we gave the Reducer; None: torch's own
         self.is_due = False  # whether they must be given in place when the next step begins
         self._shows_old = False  # whether a hook would be shown the parameters of earlier buckets
+        self.wires: tuple[
+            str, ...
+        ] = ()  # the precision of each bucket that we gave; empty where all travel as they are
         self._on_message: OnMessage | None = None
-        self._observed_group: Any = None  # the process group while messages are observed; C++ alone would not keep it
+        # What stands where the Reducer's process group stands, if anything; C++ alone would not keep it.
+        self._wire_group: Any = None
+        self._stand_in: Any = None
         self.sample_rate: int | None = None
         self.was_joined = False  # whether it was trained under join, which torch's statistics say
 
@@ -282,15 +288,21 @@ class ReducerHandle(Parameters):
         with NoZeros():
             return [bucket.buffer().nbytes for bucket in self.ddp.reducer._get_zeros_like_grad_buckets()]
 
-    def set_buckets(self, buckets: Buckets | None) -> None:
+    def set_buckets(self, buckets: Buckets | None, wires: tuple[str, ...] = ()) -> None:
         """Give the Reducer these buckets, or with None let torch make its own again; between two steps.
 
-        Where it fails, the Reducer has the buckets that it had, and the error is raised.
+        ``wires`` is the precision of each, see `MergePlan.wire`. Where it fails, the Reducer has the buckets that it
+        had, and the error is raised.
         """
-        before = self.given
+        before, wires_before = self.given, self.wires
+        self.wires = wires
         try:
-            self._give(buckets)
+            if wires != wires_before and buckets == before and buckets is not None:
+                self._connect()  # the same buckets, sent in another way
+            else:
+                self._give(buckets)
         except Exception:
+            self.wires = wires_before
             if before is not None or buckets is not None:
                 self._give(before)
             raise
@@ -302,6 +314,7 @@ class ReducerHandle(Parameters):
             can_rebuild = not self._finds_unused and not self.has_hooks
             if buckets is not None and can_rebuild and (not ddp.static_graph or ddp._has_rebuilt_buckets):
                 self._rebuild_in_place()
+                self._connect()
                 self._shows_old = True
             else:
                 self._replace_reducer()
@@ -333,7 +346,7 @@ class ReducerHandle(Parameters):
                 has_rebuilt = reducer._rebuild_buckets()
         finally:
             self._script.answers = []
-            reducer._update_process_group(self._observed_group or ddp.process_group)
+            reducer._update_process_group(self._stand_in or ddp.process_group)
         if not has_rebuilt:
             raise PlanError(f"torch {torch.__version__} takes no other buckets; train without plan= and report this")
         ddp._has_rebuilt_buckets = True
@@ -352,13 +365,18 @@ class ReducerHandle(Parameters):
             self._replace_reducer()
 
     def _connect(self) -> None:
-        ddp = self.ddp
+        """Let the Reducer send as the plan says, and tell whoever observes."""
+        group, stand_in = self.ddp.process_group, None
+        if self.wires:
+            if self._wire_group is None or self._wire_group.group is not group:
+                self._wire_group = WireGroup(group)
+            stand_in = self._wire_group
+            stand_in.take(self.wires)
         if self._on_message is not None:
-            self._observed_group = ObservedGroup(ddp.process_group, self._on_message)
-            ddp.reducer._update_process_group(self._observed_group)
-        elif self._observed_group is not None:
-            ddp.reducer._update_process_group(ddp.process_group)
-            self._observed_group = None
+            stand_in = ObservedGroup(stand_in or group, self._on_message)
+        if stand_in is not None or self._stand_in is not None:
+            self._stand_in = stand_in
+            self.ddp.reducer._update_process_group(stand_in or group)
 
     def _replace_reducer(self) -> None:
         """Put a new Reducer in the place of the old one, with our buckets and everything that was registered there."""

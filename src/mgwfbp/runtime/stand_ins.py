@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FreesFirst", "NoZeros", "ObservedGroup", "OnMessage", "Script", "observed"]
+__all__ = ["FreesFirst", "NoZeros", "ObservedGroup", "OnMessage", "Script", "StandInGroup", "observed"]
 
 # Called with each message before it is sent; returns what shall be called with its future, if anything.
 OnMessage = Callable[[Tensor], Callable[[Any], None] | None]
@@ -48,33 +48,41 @@ class Script(_StockGroup):  # type: ignore[misc]
         return "script"
 
 
-class ObservedGroup(_StockGroup):  # type: ignore[misc]
-    """The process group of a Reducer, whose all-reduces are observed.
+class StandInGroup(_StockGroup):  # type: ignore[misc]
+    """Stands where a Reducer's process group stands; whoever inherits sends its messages.
 
     A compiled model calls it from the Reducer; torch would try to compile what it does, and fail.
     """
 
-    def __init__(self, group: Any, on_message: OnMessage) -> None:
+    def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._on_message = group, on_message
+        self.group = group
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def broadcast(self, *arguments: Any) -> Any:
+        """Send: it is no message of a step."""
+        return self.group.broadcast(*arguments)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Say what the real group says."""
+        return str(self.group.name())
+
+
+class ObservedGroup(StandInGroup):
+    """The process group of a Reducer, whose all-reduces are observed."""
+
+    def __init__(self, group: Any, on_message: OnMessage) -> None:
+        super().__init__(group)
+        self._on_message = on_message
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send, and tell."""
         follow = self._on_message(tensors[0])
-        work = self._group.allreduce(tensors, *options)
+        work = self.group.allreduce(tensors, *options)
         if follow is not None:
             follow(work.get_future())
         return work
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def broadcast(self, *arguments: Any) -> Any:
-        """Send: it is no message of a step."""
-        return self._group.broadcast(*arguments)
-
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """Say what the real group says."""
-        return str(self._group.name())
 
 
 def observed(hook: Any, on_message: OnMessage) -> Any:

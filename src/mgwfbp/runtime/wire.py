@@ -1,0 +1,177 @@
+"""Messages that travel in fewer bits than their gradients have: `WireGroup`, where a Reducer's process group stands.
+
+[Note: how a message travels in low precision]
+A rank converts its gradients once (the Reducer has divided them by the number of ranks, so that sums are averages and
+fp16 does not overflow where the average does not). An all-to-all gives each of the N ranks one N-th of everybody's; it
+adds these up in fp32, in the order of ranks, and converts the sum once. An all-gather brings the sums back. So a
+gradient is rounded twice, whatever N is; a ring that adds up 16 bits rounds at every hop. The bytes are the same. Each
+sum is made by one rank only: the result is the same on all ranks, bitwise, and what is not finite stays so on all.
+
+Both collectives carry bytes: no backend has to know the precision.
+
+- nccl: everything is queued on a stream of its own by the thread that runs the backward pass. Ranks queue in the same
+  order, and nothing waits on the host.
+- gloo: a call waits, so all messages go through one thread, one after another. Ranks may not mix the order of
+  collectives in one group, and other collectives (those of SyncBatchNorm, say) are called by other threads: so the
+  thread has a group of its own, made when the first message is sent.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mgwfbp.errors import PlanError
+from mgwfbp.runtime.stand_ins import StandInGroup
+
+__all__ = ["WireGroup", "average_in", "cannot_wire", "check_wire", "dtype_of"]
+
+Job = Callable[[], None]
+
+
+def dtype_of(wire: str) -> torch.dtype:
+    """Return the dtype that a plan's word for a precision stands for.
+
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, wire)
+    assert isinstance(found, torch.dtype)  # noqa: S101 - a plan has checked it
+    return found
+
+
+def cannot_wire(ddp: Any) -> str:
+    """Say why messages of a model cannot travel in low precision; empty where they can."""
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "mixed_precision says itself how gradients travel"
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "messages without a used gradient are skipped (skip_all_reduce_unused_params)"
+    devices = {parameter.device.type for parameter in ddp.module.parameters() if parameter.requires_grad}
+    backend = str(dist.get_backend(ddp.process_group))
+    if devices == {"cpu"} or (devices == {"cuda"} and "nccl" in backend):
+        return ""
+    return f"gradients on {', '.join(sorted(devices))} go through {backend}, expected nccl on a GPU, or a CPU"
+
+
+def average_in(dtype: torch.dtype, message: Tensor, group: Any) -> None:
+    """Sum a message over ranks, in place, as [Note: how a message travels in low precision] says; waits as nccl does.
+
+    Args:
+        dtype: the precision in which it travels, of 16 bits.
+        message: this rank's, already divided by the number of ranks.
+        group: the ranks.
+    """
+    world, count = group.size(), message.numel()
+    piece = -(-count // world)
+    low = message.new_empty(world * piece, dtype=dtype)
+    low[:count].copy_(message)
+    low[count:].zero_()
+    received = torch.empty_like(low)
+    dist.all_to_all_single(received.view(torch.uint8), low.view(torch.uint8), group=group)
+    mine = received.view(world, piece).sum(dim=0, dtype=torch.float32).to(dtype)
+    dist.all_gather_into_tensor(low.view(torch.uint8), mine.view(torch.uint8), group=group)
+    message.copy_(low[:count])
+
+
+class WireGroup(StandInGroup):
+    """The process group of a Reducer, some of whose all-reduces are sent in low precision.
+
+    A Reducer sends all its buckets in every reduction, in order, or fails: so it is counted which one is meant.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._wires: tuple[str, ...] = ()
+        self._next = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._thread: _Thread | None = None
+
+    def take(self, wires: Sequence[str]) -> None:
+        """Send the messages of later steps so, one word each; between two steps."""
+        self._wires, self._next = tuple(wires), 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send a message as the plan says; what holds no gradients as it is."""
+        message = tensors[0]
+        if not message.is_floating_point():  # which parameters were used is said in whole numbers
+            return self.group.allreduce(tensors, *options)
+        wire = self._wires[self._next]
+        self._next = (self._next + 1) % len(self._wires)
+        # Sparse gradients are as large as each batch makes them; others than fp32 travel as they are.
+        dtype = dtype_of(wire) if wire and not message.is_sparse and message.dtype is torch.float32 else None
+        if message.is_cuda:
+            return self.group.allreduce(tensors, *options) if dtype is None else self._queue_on_gpu(dtype, message)
+        self._thread = self._thread or _Thread(self.group)
+        return self._thread.send(dtype, tensors, options)
+
+    def _queue_on_gpu(self, dtype: torch.dtype, message: Tensor) -> Any:
+        device = message.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # see `CudaClock` for why of high priority
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
+        with torch.cuda.stream(self._stream):
+            average_in(dtype, message, self.group)
+            future.set_result([message])
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+class _Thread:
+    """A thread that sends messages one after another, through a group of its own."""
+
+    def __init__(self, group: Any) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        ranks = dist.get_process_group_ranks(group)
+        self._group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        # It waits in C++ when the interpreter ends, and must not keep it from ending.
+        threading.Thread(target=_work, args=(self._jobs,), name="mgwfbp: messages", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._jobs.put(_stop)
+
+    def send(self, dtype: torch.dtype | None, tensors: list[Tensor], options: Sequence[Any]) -> Any:
+        """Queue a message; in no other precision where ``dtype`` is None."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        group = self._group
+
+        def job() -> None:
+            try:
+                if dtype is None:
+                    group.allreduce(tensors, *options).wait()
+                else:
+                    with torch.no_grad():
+                        average_in(dtype, tensors[0], group)
+            except Exception as error:  # the Reducer raises it in the backward pass
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is of the result
+            else:
+                future.set_result(tensors)
+
+        # Python's futures hold an exception as a result, which the Reducer would take for gradients: only `then` fails.
+        arrived = future.then(lambda sent: sent.wait())
+        self._jobs.put(job)
+        return torch._C._distributed_c10d._create_work_from_future(arrived)
+
+
+def _stop() -> None:
+    raise SystemExit
+
+
+def _work(jobs: "queue.SimpleQueue[Job]") -> None:
+    while True:
+        jobs.get()()
+
+
+def check_wire(wires: Sequence[str], allowed: str | None) -> None:
+    """Raise unless a plan's messages travel only as the model was told they may."""
+    for one in sorted(set(filter(None, wires))):
+        if one != allowed:
+            told = "without wire=" if allowed is None else f"with wire={allowed!r}"
+            raise PlanError(
+                f"the plan sends messages in {one}, and the model was made {told}: make it with wire={one!r}, or give "
+                "another plan"
+            )

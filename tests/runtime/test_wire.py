@@ -1,0 +1,67 @@
+"""Messages in low precision, on real processes, beside the same arithmetic done by hand."""
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.launch import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 2 and 3 ranks saw."""
+    scenarios = ["modes", "changes", "extremes", "refused", "joined"]
+    return run_ranks("tests.runtime.wire_ranks", scenarios, tmp_path_factory.mktemp("wire"), request.param)
+
+
+def test_a_gradient_is_converted_summed_in_fp32_and_converted_and_all_ranks_have_the_same(ranks: list[Any]) -> None:
+    for found in (told["modes"] for told in ranks):
+        assert len(found) == 8
+        for name, steps in found.items():
+            for step in steps:
+                assert step["low"] > 0, name
+                assert (step["wrong"], step["alike"]) == ([], True), name
+
+
+def test_precision_changes_between_steps_and_other_collectives_do_not_mix_with_messages(ranks: list[Any]) -> None:
+    for found in (told["changes"] for told in ranks):
+        low = {name: told["low"] for name, told in found.items() if isinstance(told, dict)}
+        assert low["none"] == low["torch's own"] == 0
+        assert low["some"] == low["again"] == low["after others"] == low["all"] // 2 > 0
+        assert low["one message"] == 1
+        for name, told in found.items():
+            if isinstance(told, dict):
+                assert (told["wrong"], told["alike"]) == ([], True), name
+        assert found["observed"] == [low["all"], low["all"]]
+
+
+def test_what_is_not_finite_on_one_rank_is_so_on_all_and_an_average_that_fp16_can_hold_does_not_overflow(
+    ranks: list[Any],
+) -> None:
+    for found in (told["extremes"] for told in ranks):
+        for wire in ("bfloat16", "float16"):
+            assert found[f"{wire} nan"] == ["0.0", "nan", "0.0"]
+            assert found[f"{wire} inf"] == ["0.0", "inf", "0.0"]
+        assert found["float16 large"] == ["0.0", "60000.0", "0.0"]
+
+
+def test_wrong_use_is_one_line_on_every_rank(ranks: list[Any]) -> None:
+    for rank, found in enumerate(told["refused"] for told in ranks):
+        assert found["without"].startswith("the plan sends messages in bfloat16, and the model was made without wire=")
+        assert "was made with wire='float16': make it with wire='bfloat16'" in found["another"]
+        assert found["unknown"] == "wire is 'int8', expected one of bfloat16, float16, or None"
+        assert found["differ"] == (
+            "the ranks have different plans: message 0 travels as it is on rank 0 and travels in bfloat16 on rank 1; "
+            "give every rank the same plan"
+        )
+        expected = "the plan sends messages in bfloat16" if rank else "rank 1 has no plan to run: PlanError: the plan"
+        assert found["one rank"].startswith(expected)
+        assert found["hook"].endswith("and so does wire='bfloat16': leave one out")
+        assert found["idle"].startswith("wire='bfloat16' with tune=False and without a plan")
+        assert found["replan"].startswith("the plan sends messages in bfloat16")
+
+
+def test_ranks_that_ran_out_of_data_answer_for_messages_in_low_precision(ranks: list[Any]) -> None:
+    assert [told["joined"] for told in ranks] == [{"steps": 2 + 3 * rank, "finite": True} for rank in range(len(ranks))]

@@ -1,0 +1,215 @@
+"""What one rank does in the tests of low precision: ``python -m tests.runtime.wire_ranks FOLDER SCENARIO ...``."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from mgwfbp import DistributedDataParallel, LinearCost, MergePlan, MgwfbpError
+from tests.runtime.launch import be_rank
+from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
+
+STEPS = 3
+
+
+def mixed_plan(module: nn.Module, wire: str = "bfloat16", size: int = 2) -> MergePlan:
+    """A plan of small messages, every second one in low precision."""
+    plan = make_plan(module, size)
+    return replace(plan, wire=tuple(wire if place % 2 else "" for place in range(plan.num_groups)))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def local_gradients(module: nn.Module, make_batch: Callable[[int], Tensor]) -> dict[str, list[Tensor]]:
+    """What each rank's gradients are, in the order of ranks, before anything is averaged."""
+    module = copy.deepcopy(module)
+    module.zero_grad()
+    module(make_batch(dist.get_rank())).square().sum().backward()
+    mine = {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return {name: [theirs[name] for theirs in everybody] for name in mine}
+
+
+def by_hand(gradients: list[Tensor], wire: str) -> Tensor:
+    """The average as low precision has it: divided, converted, summed in fp32, converted."""
+    dtype = getattr(torch, wire)
+    return torch.stack([(one / len(gradients)).to(dtype) for one in gradients]).sum(0, dtype=torch.float32).to(dtype)
+
+
+def compare(model: DistributedDataParallel, local: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Compare a model's gradients with what each message of its plan must give."""
+    plan = model.plan
+    assert plan is not None
+    found = {name: one.grad for name, one in model.module.named_parameters()}
+    wrong = []
+    for group, wire in zip(plan.groups, plan.wires, strict=True):
+        for name in group:
+            grad = found[name]
+            if local[name][0] is None:  # of a parameter that takes no part
+                continue
+            assert grad is not None
+            grad = grad.to_dense() if grad.is_sparse else grad
+            theirs = [one.to_dense() if one.is_sparse else one for one in local[name]]
+            if wire and grad.dtype is torch.float32 and not local[name][0].is_sparse:
+                same = torch.equal(grad, by_hand(theirs, wire).to(grad.dtype))
+            else:
+                average = torch.stack(theirs).double().mean(0)
+                off = float((grad.double() - average).abs().max() / (average.abs().max() + 1e-30))
+                same = off < (1e-2 if grad.dtype is torch.bfloat16 else 1e-5)
+            wrong += [] if same else [name]
+    flat = torch.cat([one.to_dense().double().flatten() for one in found.values() if one is not None])
+    everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, flat)
+    return {"wrong": wrong, "alike": all(torch.equal(one, flat) for one in everybody), "low": len(filter_low(plan))}
+
+
+def filter_low(plan: MergePlan) -> list[str]:
+    return [wire for wire in plan.wires if wire]
+
+
+def modes() -> dict[str, Any]:
+    """Gradients of models that DDP is used with in many ways, beside those worked out by hand."""
+    rank = dist.get_rank()
+    ways: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+        "plain": (Mlp, {}, "bfloat16"),
+        "float16": (Mlp, {}, "float16"),
+        "views": (Mlp, {"gradient_as_bucket_view": True}, "bfloat16"),
+        "static": (Mlp, {"static_graph": True}, "bfloat16"),
+        "unused": (lambda: Shared(unused=True), {"find_unused_parameters": True}, "bfloat16"),
+        "dtypes": (Dtypes, {}, "bfloat16"),
+        "halves": (lambda: Dtypes(half=True), {}, "bfloat16"),
+        "sparse": (Sparse, {}, "bfloat16"),
+    }
+    result: dict[str, Any] = {}
+    for name, (make, arguments, wire) in ways.items():
+        torch.manual_seed(3)
+        module = make()
+        plan = mixed_plan(module, wire, 1 if name in ("dtypes", "halves", "sparse") else 2)
+        model = DistributedDataParallel(module, plan=plan, wire=wire, broadcast_buffers=False, **arguments)
+        found = []
+        for step in range(STEPS):
+            local = local_gradients(model.module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+            model.zero_grad()
+            model(batch(step, rank)).square().sum().backward()
+            found.append(compare(model, local))
+        result[name] = found
+    return result
+
+
+def changes() -> dict[str, Any]:
+    """Precision that changes between steps, accumulation, copies, collectives of others, and what is observed."""
+    rank = dist.get_rank()
+    torch.manual_seed(4)
+    module = Mlp()
+    plan = mixed_plan(module)
+    model = DistributedDataParallel(module, plan=make_plan(module, 2), wire="bfloat16", broadcast_buffers=False)
+    result: dict[str, Any] = {}
+
+    def train(name: str, of: DistributedDataParallel, step: int) -> None:
+        local = local_gradients(of.module, lambda one: batch(step, one))
+        of.zero_grad()
+        of(batch(step, rank)).square().sum().backward()
+        result[name] = compare(of, local)
+
+    train("none", model, 0)
+    model.replan(plan)
+    train("some", model, 1)
+    everything = replace(plan, wire=("bfloat16",) * plan.num_groups)
+    model.replan(everything)
+    train("all", model, 2)
+    one_message = MergePlan(plan.model, "by hand", (plan.layer_names,), wire=("bfloat16",))
+    model.replan(one_message)
+    train("one message", model, 3)
+    model.replan(None)
+    train("torch's own", model, 4)
+    model.replan(plan)
+    train("again", copy.deepcopy(model), 5)
+    # Somebody else's collective in the same group, in the middle of the backward pass.
+    weight = module.get_parameter("layers.1.weight")
+    handle = weight.register_hook(lambda _: dist.all_reduce(torch.ones(1000)))
+    for step in range(6, 9):
+        model.zero_grad()
+        model(batch(step, rank)).square().sum().backward()
+    handle.remove()
+    train("after others", model, 9)
+    with model.observe(3, predict_with=(None, LinearCost(dist.get_world_size(), 1e-4, 1e-9))) as seen:
+        for step in range(4):
+            model(batch(step, rank)).square().sum().backward()
+    result["observed"] = [len(seen.timeline.messages), len(seen.predicted.messages) if seen.predicted else 0]
+    with model.no_sync():
+        model.zero_grad()
+        model(batch(0, rank)).square().sum().backward()
+    mine = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model(batch(0, rank)).square().sum().backward()
+    result["accumulated"] = len(mine)
+    return result
+
+
+def extremes() -> dict[str, Any]:
+    """What is not finite on one rank, and what fp16 cannot hold."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    result: dict[str, Any] = {}
+    for wire in ("bfloat16", "float16"):
+        for name, value in (("nan", float("nan")), ("inf", float("inf")), ("large", 6e4)):
+            module = nn.Linear(3, 2, bias=False)
+            plan = MergePlan("Linear", "by hand", (("weight",),), wire=(wire,))
+            model = DistributedDataParallel(module, plan=plan, wire=wire)
+            x = torch.zeros(1, 3)
+            x[0, 1] = value if rank == world - 1 or name == "large" else 1.0
+            model(x).sum().backward()
+            assert module.weight.grad is not None
+            result[f"{wire} {name}"] = [repr(one) for one in module.weight.grad[0].tolist()]
+    return result
+
+
+def refused() -> dict[str, Any]:
+    """Wrong use: one line on every rank."""
+    rank = dist.get_rank()
+    plan = mixed_plan(Mlp())
+    other = replace(plan, wire=plan.wire[1:] + plan.wire[:1])
+
+    def told(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except (MgwfbpError, ValueError) as error:
+            return str(error)
+        return ""
+
+    model = DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16")
+    return {
+        "without": told(lambda: DistributedDataParallel(Mlp(), plan=plan)),
+        "another": told(lambda: DistributedDataParallel(Mlp(), plan=plan, wire="float16")),
+        "unknown": told(lambda: DistributedDataParallel(Mlp(), wire="int8")),
+        "differ": told(lambda: DistributedDataParallel(Mlp(), plan=(plan, other)[rank % 2], wire="bfloat16")),
+        "one rank": told(lambda: DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16" if rank == 0 else None)),
+        "hook": told(lambda: model.register_comm_hook(None, default_hooks.allreduce_hook)),
+        "idle": told(lambda: DistributedDataParallel(Mlp(), wire="bfloat16", tune=False)),
+        "replan": told(lambda: DistributedDataParallel(Mlp(), tune=False).replan(plan)),
+    }
+
+
+def joined() -> dict[str, Any]:
+    """Uneven inputs: ranks that ran out of data answer for messages in low precision too."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    module = Mlp()
+    model = DistributedDataParallel(module, plan=mixed_plan(module), wire="bfloat16", broadcast_buffers=False)
+    steps = 0
+    with model.join():
+        for step in range(2 + 3 * rank):
+            model(batch(step, rank)).square().sum().backward()
+            steps += 1
+    grads = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    return {"steps": steps, "finite": bool(grads.isfinite().all())}
+
+
+if __name__ == "__main__":
+    be_rank({"modes": modes, "changes": changes, "extremes": extremes, "refused": refused, "joined": joined})
