@@ -13,10 +13,11 @@ from mgwfbp.record import Fields, Record, check_free_form, check_items, check_te
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
 
-__all__ = ["WIRES", "MergePlan"]
+__all__ = ["SHORT_WIRES", "WIRES", "MergePlan"]
 
-# Precisions that a message may travel in, besides that of its gradients.
-WIRES = ("bfloat16", "float16")
+# Precisions that a message may travel in, besides that of its gradients, and how strategies' names end with them.
+SHORT_WIRES = {"bfloat16": "bf16", "float16": "fp16"}
+WIRES = tuple(SHORT_WIRES)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import LinearCost, load_network, load_trace, predict
-from mgwfbp.planners import plan_optimal
+from mgwfbp import LinearCost, MergePlan, load_network, load_trace, predict
+from mgwfbp.cost import WireCost
+from mgwfbp.planners import plan_optimal, plan_wire
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
 from tests.runtime.worlds import World, random_world, tune_in
 
@@ -49,6 +50,43 @@ def test_the_fastest_of_many_noisy_rivals_must_be_faster_as_one_of_many() -> Non
     world = random_world(395)
     verdict = tune_in(world)
     assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.005 * world.truth(world.default).iteration_s
+
+
+def low_bytes(world: World, plan: MergePlan) -> int:
+    size_of = world.gradients.size_of
+    return sum(size_of[name] for group, wire in zip(plan.groups, plan.wires, strict=True) if wire for name in group)
+
+
+def test_where_the_link_bounds_the_step_messages_travel_in_low_precision_and_no_more_than_it_takes() -> None:
+    world = quiet("10gbe", 4, "resnet50-h200-b32")
+    plain = tune_in(quiet("10gbe", 4, "resnet50-h200-b32"))
+    verdict = tune_in(world, wire="bfloat16")
+    chosen = verdict.candidates[0].plan
+    both = WireCost(verdict.cost, verdict.low_cost) if verdict.low_cost else None
+    assert both is not None
+    best = plan_wire(world.trace, world.cost, "bfloat16")
+    assert chosen.wire
+    assert world.truth(chosen).iteration_s < 0.75 * world.truth(plain.candidates[0].plan).iteration_s
+    assert world.truth(chosen).iteration_s <= 1.02 * world.truth(best).iteration_s
+    assert low_bytes(world, chosen) <= 1.1 * low_bytes(world, best)
+    for size in (10**6, 10**7):
+        assert both.low(size) == pytest.approx(world.cost(size // 2), rel=0.15)
+
+
+def test_where_the_backward_pass_hides_all_no_message_travels_in_low_precision() -> None:
+    world = World(load_trace("densenet201-h200-b32"), LinearCost(4, 1e-4, 1e-10), random.Random(1), noise=0.003)
+    verdict = tune_in(world, wire="bfloat16")
+    assert verdict.candidates[0].plan.wire == ()
+    assert verdict.low_cost is not None
+    assert verdict.comparison.turns > 0
+
+
+def test_a_plan_in_force_that_sends_in_low_precision_takes_part_when_it_is_looked_again() -> None:
+    world = quiet("10gbe", 4, "resnet50-h200-b32")
+    before = tune_in(world, wire="bfloat16").candidates[0].plan
+    again = tune_in(world, in_force=before, wire="bfloat16")
+    assert again.candidates[0].plan.wire
+    assert world.truth(again.candidates[0].plan).iteration_s <= 1.01 * world.truth(before).iteration_s
 
 
 def test_where_nothing_is_faster_torchs_own_buckets_are_kept() -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 and 3 ranks saw."""
-    scenarios = ["modes", "changes", "extremes", "refused", "joined"]
+    scenarios = ["modes", "changes", "tuned", "extremes", "refused", "joined"]
     return run_ranks("tests.runtime.wire_ranks", scenarios, tmp_path_factory.mktemp("wire"), request.param)
 
 
@@ -35,6 +35,17 @@ def test_precision_changes_between_steps_and_other_collectives_do_not_mix_with_m
             if isinstance(told, dict):
                 assert (told["wrong"], told["alike"]) == ([], True), name
         assert found["observed"] == [low["all"], low["all"]]
+
+
+def test_the_tuner_tries_low_precision_and_says_what_travels_so(ranks: list[Any]) -> None:
+    for found in (told["tuned"] for told in ranks):
+        assert found["state"][0] == "settled", found["state"]
+        assert any(found["tried"])
+        assert not all(found["tried"])
+        assert found["knows"]
+        assert "in bfloat16)" in found["words"] or "(none in low precision)" in found["words"]
+        assert found["plans"] == len(ranks)
+        assert found["gradients"] == {"wrong": [], "alike": True, "low": 0}
 
 
 def test_what_is_not_finite_on_one_rank_is_so_on_all_and_an_average_that_fp16_can_hold_does_not_overflow(

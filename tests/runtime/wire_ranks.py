@@ -153,6 +153,33 @@ def changes() -> dict[str, Any]:
     return result
 
 
+def tuned() -> dict[str, Any]:
+    """A model that tunes itself, precision included, and what its gradients are when it has settled."""
+    rank = dist.get_rank()
+    torch.manual_seed(6)
+    model = DistributedDataParallel(Mlp(), wire="bfloat16", tune_steps=60, broadcast_buffers=False)
+    steps = 0
+    while model.tuning.state == "working" and steps < 300:
+        model.zero_grad()
+        model(batch(steps, rank)).square().sum().backward()
+        steps += 1
+    assert model.plan is not None
+    local = local_gradients(model.module, lambda of: batch(0, of))
+    model.zero_grad()
+    model(batch(0, rank)).square().sum().backward()
+    told = model.tuning
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, model.plan.messages)
+    return {
+        "state": [told.state, told.reason],
+        "tried": [one.plan.wire != () for one in told.candidates],
+        "knows": told.low_cost is not None and "low_cost" in told.to_json(),
+        "words": repr(told),
+        "plans": plans.count(plans[0]),
+        "gradients": {**compare(model, local), "low": 0},
+    }
+
+
 def extremes() -> dict[str, Any]:
     """What is not finite on one rank, and what fp16 cannot hold."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -212,4 +239,6 @@ def joined() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    be_rank({"modes": modes, "changes": changes, "extremes": extremes, "refused": refused, "joined": joined})
+    be_rank(
+        {"modes": modes, "changes": changes, "tuned": tuned, "extremes": extremes, "refused": refused, "joined": joined}
+    )

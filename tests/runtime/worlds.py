@@ -31,7 +31,7 @@ class World:
     per_message_s: float = 0.0  # what each message takes from the computation, evenly over the backward pass
     steps: int = 0
     _spell_left: int = 0
-    _steps_of: dict[tuple[tuple[str, ...], ...], Timeline] = field(default_factory=dict)
+    _steps_of: dict[object, Timeline] = field(default_factory=dict)
 
     @property
     def gradients(self) -> Gradients:
@@ -45,7 +45,7 @@ class World:
 
     def truth(self, plan: MergePlan, batch: float = 1.0) -> Timeline:
         """Return a step as it really is, but for noise."""
-        key = plan.groups
+        key = plan.messages
         if batch != 1.0 or key not in self._steps_of:
             trace = self.trace.scaled(batch)
             # Each message holds the backward pass up, evenly.
@@ -129,11 +129,13 @@ class _Step:
         return self.forward * min(moment_s, forward_s) + self.backward * max(0.0, moment_s - forward_s)
 
 
-def tune_in(world: World, limits: Limits | None = None, in_force: MergePlan | None = None) -> Verdict:
+def tune_in(
+    world: World, limits: Limits | None = None, in_force: MergePlan | None = None, wire: str | None = None
+) -> Verdict:
     """Let the tuner's script work in a world, where torch's buckets are in force or another plan is."""
-    torchs = world.default if in_force else None
+    torchs, force = (world.default, in_force) if in_force else (None, world.default)
     script: Generator[Turn, Seen, Verdict] = decide(
-        world.gradients, world.cost.workers, in_force or world.default, lambda plan: plan, limits or Limits(), torchs
+        world.gradients, world.cost.workers, force, lambda plan: plan, limits or Limits(), torchs, wire
     )
     try:
         turn = next(script)

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from mgwfbp.bench.contenders import HOOKED, Contender
+from mgwfbp.bench.contenders import HOOKED, Contender, hook_mib
 from mgwfbp.bench.turns import Step
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.workload import Workload, run_to_loss
@@ -24,13 +25,14 @@ MAX_TUNING_STEPS = 1000
 class Arena:
     """A model wrapped once for all plans, which are changed between turns, and once for every strategy with a hook.
 
-    All wrappers hold the same parameters: a Reducer that did not run the forward pass does not look at gradients. All
-    ranks must call every method alike.
+    And once more for all plans in each precision that messages may travel in. All wrappers hold the same parameters: a
+    Reducer that did not run the forward pass does not look at gradients. All ranks must call every method alike.
     """
 
     def __init__(self, workload: Workload, trace: ModelTrace, *, tune: bool = False, **ddp_arguments: Any) -> None:
         self._workload, self._trace, self._ddp_arguments = workload, trace, ddp_arguments
         self._planned = DistributedDataParallel(workload.model, tune=tune, **ddp_arguments)
+        self._wired: dict[str, DistributedDataParallel] = {}  # by precision
         self._hooked: dict[str, DistributedDataParallel] = {}
 
     @property
@@ -38,14 +40,20 @@ class Arena:
         """Where the model is."""
         return next(self._workload.model.parameters()).device
 
-    def tune(self, on_steps: Callable[[int], object] = lambda _: None) -> Tuning:
-        """Train until the tuner has settled, if it was asked to tune; before any strategy enters."""
+    def tune(self, on_steps: Callable[[int], object] = lambda _: None, wire: str | None = None) -> Tuning:
+        """Train until the tuner has settled, if it was asked to tune; before any strategy enters.
+
+        With ``wire`` a wrapper of its own tunes, whose messages may travel so.
+        """
+        if wire is not None:
+            self._wired[wire] = DistributedDataParallel(self._workload.model, wire=wire, **self._ddp_arguments)
+        model = self._planned if wire is None else self._wired[wire]
         for _ in range(MAX_TUNING_STEPS):
-            if self._planned.tuning.state != "working":
-                return self._planned.tuning
-            self.step(self._planned)
+            if model.tuning.state != "working":
+                return model.tuning
+            self.step(model)
             on_steps(1)
-        raise MeasureError(f"the tuner is still at work after {MAX_TUNING_STEPS} steps: {self._planned.tuning}")
+        raise MeasureError(f"the tuner is still at work after {MAX_TUNING_STEPS} steps: {model.tuning}")
 
     def enter(self, contender: Contender) -> Step:
         """Make a strategy the one in force and return its step."""
@@ -69,6 +77,10 @@ class Arena:
 
     def model_for(self, contender: Contender) -> DistributedDataParallel:
         """Return the wrapped model, with the contender's messages."""
+        if hook_mib(contender.strategy) is not None:
+            return self._with_torchs_hook(contender.strategy)
+        if contender.wire is not None:
+            return self._in_low_precision(contender)
         if contender.strategy in HOOKED:
             if contender.strategy not in self._hooked:
                 self._hooked[contender.strategy] = parallel(
@@ -77,6 +89,26 @@ class Arena:
             return self._hooked[contender.strategy]
         self._planned.replan(None if contender.by_torch else contender.plan)
         return self._planned
+
+    def _in_low_precision(self, contender: Contender) -> DistributedDataParallel:
+        wire = contender.wire
+        assert wire is not None  # noqa: S101 - asked for only then
+        if wire not in self._wired:
+            self._wired[wire] = DistributedDataParallel(
+                self._workload.model, plan=contender.plan, wire=wire, **self._ddp_arguments
+            )
+        self._wired[wire].replan(contender.plan)
+        return self._wired[wire]
+
+    def _with_torchs_hook(self, strategy: str) -> DistributedDataParallel:
+        """Return torch's own DDP with buckets of some size and its hook that sends in bf16."""
+        if strategy not in self._hooked:
+            model = DistributedDataParallel(
+                self._workload.model, tune=False, bucket_cap_mb=hook_mib(strategy), **self._ddp_arguments
+            )
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            self._hooked[strategy] = model
+        return self._hooked[strategy]
 
     def step(self, model: nn.Module) -> None:
         """Do one training step without the update: from the forward pass to averaged gradients."""

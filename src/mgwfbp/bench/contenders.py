@@ -11,7 +11,7 @@ from mgwfbp.errors import StrategyError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import Planner
 from mgwfbp.record import first_repeated
-from mgwfbp.runtime.strategies import plan_for
+from mgwfbp.runtime.strategies import plan_for, split_wire
 from mgwfbp.timeline import Timeline, predict, predict_naive
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
@@ -22,12 +22,15 @@ __all__ = [
     "Known",
     "Measured",
     "check_strategies",
+    "hook_mib",
     "make_contender",
     "predict_contender",
 ]
 
 # Strategies that no plan can say: each needs a wrapped model of its own.
 HOOKED = ("naive", "ps")
+# Torch's own DDP with buckets of so many MiB and its hook that sends in bf16, the sums too: bf16-hook-25.
+HOOK = "bf16-hook-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,19 @@ class Contender:
     strategy: str
     plan: MergePlan  # the messages of a step
     by_torch: bool = False  # torch's own buckets, of which the plan is only a description
+    wire: str | None = None  # the precision in which its messages may travel
+
+
+def hook_mib(strategy: str) -> float | None:
+    """Return the size of buckets of torch's DDP with its hook; None for any other strategy.
+
+    >>> hook_mib("bf16-hook-25"), hook_mib("wfbp")
+    (25.0, None)
+    """
+    try:
+        return float(strategy.removeprefix(HOOK)) if strategy.startswith(HOOK) else None
+    except ValueError:
+        return None
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
@@ -48,7 +64,8 @@ def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
         raise StrategyError(f"strategy {quote(repeated)} stands twice, expected every name once")
     toy = nn.Linear(1, 1)
     for name in names:
-        if name not in ("auto", "ddp", "mgwfbp", "optimal"):  # which need measurements, and are known
+        base, _ = split_wire(name)
+        if base not in ("auto", "ddp", "mgwfbp", "optimal") and hook_mib(name) is None:  # need measurements, are known
             plan_for(toy, name)
     return tuple(names)
 
@@ -58,12 +75,16 @@ def make_contender(
 ) -> Contender:
     """Plan for a strategy's messages, with another planner than its own if one is given.
 
-    ``ddp`` is described by what torch's buckets are once it has seen a step.
+    ``ddp`` is described by what torch's buckets are once it has seen a step, and so is it with torch's hook.
     """
+    if (mib := hook_mib(strategy)) is not None:
+        buckets = plan_for(module, f"bucket-{mib:g}", trace=trace, cost=cost)
+        return Contender(strategy, replace(buckets, planner=strategy), by_torch=True)
     if strategy == "ddp":
         buckets = plan_for(module, "bucket", trace=trace, cost=cost)
         return Contender("ddp", replace(buckets, planner="ddp"), by_torch=True)
-    return Contender(strategy, plan_for(module, strategy, trace=trace, cost=cost, planner=planner))
+    plan = plan_for(module, strategy, trace=trace, cost=cost, planner=planner)
+    return Contender(strategy, plan, wire=split_wire(strategy)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +107,10 @@ class Known:
 def predict_contender(contender: Contender, known: Known) -> Timeline | None:
     """Lay out the step of a contender as the package's model has it; None where nothing is known of its messages.
 
-    Naive S-SGD overlaps nothing: its messages have the network to themselves.
+    Naive S-SGD overlaps nothing: its messages have the network to themselves. Of torch's hook nothing was observed.
     """
+    if hook_mib(contender.strategy) is not None:
+        return None
     apart, together = known.apart, known.together
     if contender.strategy == "naive":
         return predict_naive(apart.trace, apart.cost)

@@ -9,14 +9,16 @@ from typing import Any
 import torch.distributed as dist
 
 from mgwfbp.bench.arena import Arena
-from mgwfbp.bench.contenders import HOOKED, Contender, Known, Measured, make_contender, predict_contender
+from mgwfbp.bench.contenders import HOOKED, Contender, Known, Measured, hook_mib, make_contender, predict_contender
 from mgwfbp.bench.learning import NOTES, Learnt, after_backward, learn, observe
 from mgwfbp.bench.servers import ServerCosts
 from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.workload import Workload
+from mgwfbp.plan import SHORT_WIRES
 from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.runtime.decide import plan_cautiously
+from mgwfbp.runtime.strategies import split_wire
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
@@ -27,6 +29,8 @@ __all__ = ["Case", "Listener", "contest", "num_steps"]
 ALONE = "no communication"
 # Plans whose messages are of all sizes there are; the last is the one that the model takes for the best.
 LEARN_FROM = ("single", "wfbp", "ddp", "optimal")
+# Buckets whose messages are observed in low precision, where strategies may send so; one precision speaks for all.
+LOW_MIB = (1, 25)
 # Steps of every strategy that are watched at the end.
 WATCHED_STEPS = 3
 # What a tuner takes in the middle; benchmarks/decisions.md.
@@ -57,9 +61,10 @@ class Listener:
 def num_steps(strategies: Sequence[str], schedule: Schedule, *, learns: bool, timelines: bool) -> int:
     """Return about how many steps a contest takes; a tuner's are some hundred more."""
     turns = schedule.turns * (1 + len(strategies)) * (schedule.settle + schedule.steps)
-    learning = len(LEARN_FROM) * (1 + len(NOTES)) if learns else 0
+    low = len(LOW_MIB) if any("+" in name for name in strategies) else 0
+    learning = (len(LEARN_FROM) + low) * (1 + len(NOTES)) if learns else 0
     watched = len(strategies) * (1 + WATCHED_STEPS) if timelines else 0
-    return turns + learning + watched + TUNING_STEPS * ("auto" in strategies)
+    return turns + learning + watched + TUNING_STEPS * sum(split_wire(name)[0] == "auto" for name in strategies)
 
 
 def contest(
@@ -82,17 +87,21 @@ def contest(
     """
     heard = listener or Listener()
     arena = Arena(case.workload, case.trace, tune="auto" in strategies, **case.ddp_arguments)
-    tuning = arena.tune(heard.on_steps) if "auto" in strategies else None
-    if tuning is not None:
-        heard.on_phase(repr(tuning))
-    learnt = _learn(case, arena, heard) if learns else Learnt(case.trace, case.cost)
-    contenders = [_contender(name, case, learnt, tuning) for name in strategies]
+    tunings = {}
+    for name in strategies:
+        base, wire = split_wire(name)
+        if base == "auto":
+            tunings[name] = arena.tune(heard.on_steps, wire)
+            heard.on_phase(repr(tunings[name]))
+    wires = dict.fromkeys(wire for _, wire in map(split_wire, strategies) if wire is not None)
+    learnt = _learn(case, arena, heard, list(wires)) if learns else Learnt(case.trace, case.cost)
+    contenders = [_contender(name, case, learnt, tunings) for name in strategies]
     ways = {ALONE: arena.enter_alone, **{one.strategy: arena.way(one) for one in contenders}}
     turns_s = take_turns(ways, schedule, arena.device, on_turn=heard.on_turn, on_steps=heard.on_steps)
     seen = _watch(arena, contenders, heard) if timelines else {}
     recorded = Measured(case.trace, case.cost)
     before = Known(recorded, recorded, case.servers)
-    after = Known(Measured(learnt.trace, case.cost), Measured(learnt.trace, learnt.cost), case.servers)
+    after = Known(Measured(learnt.trace, case.cost), Measured(learnt.trace, learnt.both), case.servers)
     compute_s = median(turns_s[ALONE])
     results = []
     for one in contenders:
@@ -131,26 +140,31 @@ def contest(
             },
             "terms": [asdict(terms) for terms in learnt.terms],
             "swept_cost": case.cost.points,
-            "tuning": None if tuning is None else _told(tuning),
+            "tuning": _told(tunings["auto"]) if "auto" in tunings else None,
+            **{f"tuning of {name}": _told(tuning) for name, tuning in tunings.items() if name != "auto"},
+            **({"low_cost": learnt.low_cost.points} if learnt.low_cost else {}),
         },
     )
 
 
-def _learn(case: Case, arena: Arena, heard: Listener) -> Learnt:
-    plans = [make_contender(name, case.workload.model, case.trace, case.cost) for name in LEARN_FROM]
+def _learn(case: Case, arena: Arena, heard: Listener, wires: Sequence[str]) -> Learnt:
+    names = [f"bucket-{mib}+{SHORT_WIRES[wire]}" for wire in wires[:1] for mib in LOW_MIB]
+    plans = [make_contender(name, case.workload.model, case.trace, case.cost) for name in (*names, *LEARN_FROM)]
     learnt = learn(arena, plans, case.trace, case.cost, on_steps=heard.on_steps)
     for terms in learnt.terms:
         heard.on_phase(f"in training, {terms}")
     return learnt
 
 
-def _contender(name: str, case: Case, learnt: Learnt, tuning: Tuning | None) -> Contender:
-    if name != "auto" or tuning is None:
+def _contender(name: str, case: Case, learnt: Learnt, tunings: Mapping[str, Tuning]) -> Contender:
+    if name not in tunings:
         planner = plan_cautiously if name == "optimal" else None
-        return make_contender(name, case.workload.model, learnt.trace, learnt.cost, planner)
-    if tuning.plan is None:  # the tuner gave up and left torch's own buckets
-        return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy="auto")
-    return Contender("auto", replace(tuning.plan, model=case.trace.model, planner="auto"))
+        cost = learnt.both if split_wire(name)[1] else learnt.cost
+        return make_contender(name, case.workload.model, learnt.trace, cost, planner)
+    plan = tunings[name].plan
+    if plan is None:  # the tuner gave up and left torch's own buckets
+        return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy=name)
+    return Contender(name, replace(plan, model=case.trace.model, planner=name), wire=split_wire(name)[1])
 
 
 def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> dict[str, Timeline]:
@@ -165,7 +179,11 @@ def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> di
 
 def _same_plan(contenders: Sequence[Contender]) -> list[tuple[str, str]]:
     """Return the pairs of strategies that send the same messages in the same way."""
-    plans = {one.strategy: one.plan.groups for one in contenders if one.strategy not in HOOKED}
+    plans = {
+        one.strategy: one.plan.messages
+        for one in contenders
+        if one.strategy not in HOOKED and hook_mib(one.strategy) is None
+    }
     return [pair for pair in combinations(plans, 2) if plans[pair[0]] == plans[pair[1]]]
 
 

@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
-from mgwfbp.cost import PiecewiseCost
+from mgwfbp.cost import Cost, PiecewiseCost, WireCost
 from mgwfbp.runtime.learn import AgreedSteps, Known, Note, Seen
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.timeline import Timeline
@@ -33,6 +33,12 @@ class Learnt:
     trace: ModelTrace  # as it would be without what messages take from the computation
     cost: PiecewiseCost  # with what they take
     terms: tuple["Terms", ...] = ()  # one for every plan that was observed
+    low_cost: PiecewiseCost | None = None  # of messages in low precision, by bytes of gradients, where such were
+
+    @property
+    def both(self) -> Cost:
+        """The cost, with that of low precision where it is known."""
+        return self.cost if self.low_cost is None else WireCost(self.cost, self.low_cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +96,15 @@ def learn(
         seen = replace(seen, **{note: undisturbed(getattr(seen, note)) for note in ("plain", "gradients", "messages")})
         known = known or Known(observed.gradients, swept.workers, swept)
         known.learn(contender.plan, seen)
+        if contender.wire is not None:  # whose messages are not those of the sweep
+            continue
         terms.append(_terms(contender, seen, known.gradients.sizes_of(contender.plan), recorded, swept))
     assert known is not None  # noqa: S101 - there is a contender
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
     known.messages_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in known.messages_s.items()}
-    return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms))
+    low_cost = known.both.low if known.low_messages_s else None
+    assert low_cost is None or isinstance(low_cost, PiecewiseCost)  # noqa: S101 - learnt costs are curves
+    return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms), low_cost)
 
 
 def _terms(contender: Contender, seen: Seen, sizes: Sequence[int], recorded: ModelTrace, swept: PiecewiseCost) -> Terms:

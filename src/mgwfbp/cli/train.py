@@ -10,7 +10,7 @@ import typer
 from mgwfbp.cli.train_run import start, work
 from mgwfbp.cli.workers import under_launcher
 from mgwfbp.errors import TrainError
-from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, split_batch
+from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, Wire, split_batch
 
 __all__ = ["train"]
 
@@ -66,9 +66,14 @@ def train(
     strategy: Annotated[
         str,
         typer.Option(
-            metavar="auto|ddp|naive|wfbp|single|bucket|mgwfbp|optimal|ps|PLAN.json", help="How gradients are averaged."
+            metavar="auto|ddp|naive|wfbp|single|bucket|mgwfbp|optimal|ps|PLAN.json",
+            help="How gradients are averaged. With +bf16 or +fp16 behind it messages travel in that precision: all of "
+            "them, or with auto and optimal those for which it shortens the step.",
         ),
     ] = DEFAULTS.strategy,
+    wire: Annotated[
+        Wire | None, typer.Option(help="Messages may travel in this precision; for auto, optimal and plans.")
+    ] = None,
     trace: Annotated[
         str | None,
         typer.Option(metavar="FILE|NAME", help="For mgwfbp and optimal; measured if not given."),
@@ -125,6 +130,7 @@ def train(
             step_factor=step_factor,
             label_smoothing=label_smoothing,
             autocast=autocast,
+            wire=wire,
             clip_norm=clip_norm,
             seed=seed,
             image_size=image_size,

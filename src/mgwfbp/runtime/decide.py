@@ -15,6 +15,10 @@ nothing here waits, measures or depends on a clock, and tests drive it in simula
    turns, and as sure for all rivals together: the fastest of many noisy ones is fast by chance too). The comparison
    ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
 
+5. Where messages may travel in low precision (``wire``): run the plan that was kept with all messages so and observe
+   them, *plan* both, messages and precision (`plan_wire`), observe, plan again; *compare* these with the plan that was
+   kept; and of those within `PRECISION` of the fastest keep the one that sends the fewest bytes in low precision.
+
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
 does not change the forward pass: so the part of a step that goes with its forward pass is taken out of the comparison
 (a regression of logarithms over all steps), unless a plan did change the forward pass after all.
@@ -26,9 +30,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import fmean, median, stdev
 
-from mgwfbp.cost import Cost, PiecewiseCost
-from mgwfbp.plan import MergePlan
-from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, planner_of
+from mgwfbp.cost import Cost, PiecewiseCost, WireCost
+from mgwfbp.plan import SHORT_WIRES, MergePlan
+from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, plan_wire, planner_of
 from mgwfbp.ranges import off_by, predict_range
 from mgwfbp.runtime.learn import AgreedSteps, Gradients, Known, Note, Seen
 from mgwfbp.runtime.tuning import Candidate, Comparison
@@ -57,6 +61,8 @@ CONFIDENCE, DROPPED, FUTILE = 0.995, 0.99, 0.95
 HOPELESS = 0.10
 # Less than this is not worth more turns.
 WORTH = 0.005
+# Precision is given up only for more than this part of the step.
+PRECISION = 0.01
 # Forward passes that differ by less than this between plans, or by no more than so many standard errors, are the same.
 SAME_FORWARD, ERRORS = 0.005, 3.0
 # A regression takes so many steps, and forward passes that spread by more than this.
@@ -89,6 +95,7 @@ class Verdict:
     trace: ModelTrace
     cost: PiecewiseCost
     exposed_s: float  # with the chosen plan
+    low_cost: PiecewiseCost | None = None  # of a message in low precision, where such were observed
 
 
 def decide(
@@ -98,6 +105,7 @@ def decide(
     allowed: Callable[[MergePlan], MergePlan],
     limits: Limits = Limits(),  # noqa: B008 - it is frozen
     torchs: MergePlan | None = None,
+    wire: str | None = None,
 ) -> Generator[Turn, Seen, Verdict]:
     """Find the fastest plan; see [Note: how the tuner decides].
 
@@ -108,7 +116,10 @@ def decide(
         allowed: turns a planner's plan into one that the Reducer can hold (one dtype and device a message).
         limits: how much may be spent.
         torchs: torch's own buckets, where those in force are others.
+        wire: the precision in which messages may travel besides their own.
     """
+    in_force, default = default, replace(default, wire=())
+    limits = limits if wire is None else replace(limits, steps=limits.steps // 2)  # for each of two comparisons
     known = Known(gradients, workers)
     known.learn(default, (yield Turn(default, OBSERVE, "observing the buckets in force")))
     tried = {} if torchs is None else {torchs.groups: ("ddp", torchs)}
@@ -125,14 +136,61 @@ def decide(
         known.learn(plan, (yield Turn(plan, OBSERVE, f"observing plan {number}")))
     candidates = _candidates(tried, known, allowed)
     candidates, comparison = yield from compare(candidates, limits, known.learn)
+    if wire is not None:
+        candidates, comparison = yield from _decide_on_wire(candidates, known, allowed, limits, wire, in_force)
     chosen = candidates[0]
     seen = yield Turn(chosen.plan, OBSERVE, f"observing {chosen.name}")
     known.learn(chosen.plan, seen)
-    cost = known.cost
+    both = known.both if wire else known.cost
     trace = known.trace
-    chosen = _predicted(chosen, trace, cost)
+    chosen = _predicted(chosen, trace, both)
     exposed_s = median(seen.plain.exposed_s) if seen.plain else 0.0
-    return Verdict((chosen, *candidates[1:]), comparison, trace, cost, exposed_s)
+    low_cost = both.low if isinstance(both, WireCost) else None
+    assert low_cost is None or isinstance(low_cost, PiecewiseCost)  # noqa: S101 - learnt costs are curves
+    return Verdict((chosen, *candidates[1:]), comparison, trace, known.cost, exposed_s, low_cost)
+
+
+def _decide_on_wire(
+    found: Sequence[Candidate],
+    known: Known,
+    allowed: Callable[[MergePlan], MergePlan],
+    limits: Limits,
+    wire: str,
+    in_force: MergePlan,
+) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
+    """Compare the plan that was kept with plans that send some messages in low precision."""
+    kept = found[0]
+    short = SHORT_WIRES[wire]
+    tried = {kept.plan.messages: (kept.name, kept.plan)}
+    everything = _all_in(wire, kept.plan, allowed)
+    tried.setdefault(everything.messages, (f"{kept.name}+{short}", everything))
+    known.learn(everything, (yield Turn(everything, OBSERVE_MESSAGES, f"observing messages in {wire}")))
+    for number in range(1, MAX_ROUNDS + 1):
+        plan = allowed(plan_wire(known.trace, known.both, wire, tolerance=PRECISION))
+        if plan.messages in tried:
+            break
+        tried[plan.messages] = (f"optimal {number}+{short}", plan)
+        if plan.wire:
+            known.learn(plan, (yield Turn(plan, OBSERVE_MESSAGES, f"observing plan {number} in {wire}")))
+    merged = _all_in(wire, find_plan(known.trace, known.both.low), allowed)
+    tried.setdefault(merged.messages, (f"all {short}", merged))
+    if in_force.wire:
+        tried.setdefault(in_force.messages, ("in force", in_force))
+    trace, both = known.trace, known.both
+    candidates = [_predicted(Candidate(name, plan, 0.0), trace, both) for name, plan in tried.values()]
+    size_of = known.gradients.size_of
+
+    def low_bytes(plan: MergePlan) -> int:
+        return sum(size_of[name] for group, low in zip(plan.groups, plan.wires, strict=True) if low for name in group)
+
+    compared, comparison = yield from compare(candidates, limits, known.learn, low_bytes)
+    seen = {one.plan.messages for one in compared}
+    return [*compared, *(one for one in found if one.plan.messages not in seen)], comparison
+
+
+def _all_in(wire: str, plan: MergePlan, allowed: Callable[[MergePlan], MergePlan]) -> MergePlan:
+    """Return the plan with all messages in low precision, as far as that is allowed."""
+    return allowed(replace(plan, wire=(wire,) * plan.num_groups, predicted={}))
 
 
 def plan_cautiously(trace: ModelTrace, cost: Cost) -> MergePlan:
@@ -169,7 +227,7 @@ def _candidates(
     return [_predicted(Candidate(name, plan, 0.0), trace, cost) for name, plan in found.values()]
 
 
-def _predicted(candidate: Candidate, trace: ModelTrace, cost: PiecewiseCost) -> Candidate:
+def _predicted(candidate: Candidate, trace: ModelTrace, cost: Cost) -> Candidate:
     """Return a candidate with what its step is predicted to take."""
     predicted_s = predict(trace, cost, candidate.plan).iteration_s
     return replace(candidate, predicted_s=predicted_s, between_s=predict_range(trace, cost, candidate.plan))
@@ -192,12 +250,15 @@ def compare(
     candidates: Sequence[Candidate],
     limits: Limits,
     learn: Callable[[MergePlan, Seen], object] = lambda *_: None,
+    low_bytes: Callable[[MergePlan], int] = lambda _: 0,
 ) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
     """Run candidates in turns until the fastest is known; the first of them is kept unless another is beyond doubt.
 
-    Returns them with their steps, the chosen one first and the others by their speed, and how sure it is.
+    Where ``low_bytes`` says that a plan sends fewer bytes in low precision and is slower by no more than `PRECISION`,
+    that one is kept. Returns them with their steps, the chosen one first and the others by their speed, and how sure it
+    is.
     """
-    race = _Race(candidates)
+    race = _Race(candidates, [low_bytes(one.plan) for one in candidates])
     spent, left = 0, list(range(len(candidates)))
     while len(left) > 1 and race.turns < limits.turns and spent < limits.steps:
         notes = GLANCE if race.turns < GLANCES else LOOK
@@ -216,8 +277,8 @@ def compare(
 class _Race:
     """Steps of several plans, turn by turn."""
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self._candidates = candidates
+    def __init__(self, candidates: Sequence[Candidate], low_bytes: Sequence[int]) -> None:
+        self._candidates, self._low_bytes = candidates, low_bytes
         self._turns: list[dict[int, AgreedSteps]] = []
         self._slope = 0.0  # of a step's logarithm over its forward pass's
 
@@ -248,7 +309,7 @@ class _Race:
         if not self._turns:
             return measured, Comparison(0, CONFIDENCE, "", 0.0, 0.0, 0.0, is_sure=False)
         last = [place for place in self._turns[-1] if place] or everyone[1:]
-        rival = self._best(last)
+        rival = self._precise(self._best(last))
         gain = self._gain(rival)
         is_sure = gain.low > 0
         chosen = rival if is_sure else 0
@@ -257,6 +318,14 @@ class _Race:
         return [measured[chosen], *others], Comparison(
             self.turns, CONFIDENCE, measured[rival].name, *bounds, is_sure=is_sure
         )
+
+    def _precise(self, best: int) -> int:
+        """Return the plan with the fewest bytes in low precision among those about as fast as the best one."""
+        if not self._low_bytes[best]:
+            return best
+        slower = {place: self._difference(place, best).middle for place in range(len(self._candidates))}
+        near = [place for place in slower if place == best or slower[place] <= PRECISION]
+        return min(near, key=lambda place: (self._low_bytes[place], slower[place]))
 
     def _measured(self, place: int) -> Candidate:
         steps_s = tuple(step for turn in self._turns if place in turn for step in turn[place].length_s)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from mgwfbp.cost import Cost
+from mgwfbp.cost import Cost, WireCost
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.measure.clock import clock_for
@@ -285,7 +285,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         taken = [step for step, settled in zip(observer.take(), had_settled, strict=True) if settled]
         gradients = Gradients(type(self.module).__name__, handle.names, handle.sizes)
         if predict_with is None and self.tuning.cost is not None:
-            predict_with = (self.tuning.trace, self.tuning.cost)
+            cost, low = self.tuning.cost, self.tuning.low_cost
+            predict_with = (self.tuning.trace, cost if low is None else WireCost(cost, low))
         plan = self.plan
         if plan is not None:
             seen.fill(taken, gradients, plan, self.process_group, predict_with, notes)
@@ -378,6 +379,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 weakly(self._tuner_has_ended),
                 limits=Limits(steps=min(self._tune_steps, self._retune_steps) if before else self._tune_steps),
                 before=before,
+                wire=self._wire,
             )
 
     def _unfit(self) -> str:

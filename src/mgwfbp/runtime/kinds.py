@@ -52,10 +52,16 @@ def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
                 )
 
 
+def _may_be_low(kind: Hashable) -> bool:
+    """Whether gradients of this kind can travel in low precision; of a kind that says nothing they may."""
+    return not isinstance(kind, Kind) or (kind.dtype is torch.float32 and not kind.is_sparse)
+
+
 def split_by_kind(plan: MergePlan, kinds: Mapping[str, Hashable]) -> MergePlan:
     """Split every message that holds several kinds of gradients into one for each; predictions are dropped then.
 
-    Planners know nothing of kinds. Gradients of no known kind are left for the check of the plan against the model.
+    Planners know nothing of kinds. What cannot travel in low precision travels as it is. Gradients of no known kind are
+    left for the check of the plan against the model.
 
     >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
     >>> split_by_kind(plan, {"d": "float32", "c": "float64", "b": "float32", "a": "float32"}).groups
@@ -70,7 +76,7 @@ def split_by_kind(plan: MergePlan, kinds: Mapping[str, Hashable]) -> MergePlan:
             # In the order in which they are complete.
             parts[kind] = [*parts.pop(kind, []), name]
         groups += [tuple(part) for part in parts.values()]
-        wire += [precision] * len(parts)
-    if len(groups) == plan.num_groups:
+        wire += [precision if _may_be_low(kind) else "" for kind in parts]
+    if len(groups) == plan.num_groups and (not plan.wire or tuple(wire) == plan.wire):
         return plan
     return replace(plan, groups=tuple(groups), wire=tuple(wire), predicted={})

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch.distributed as dist
 
-from mgwfbp.cost import Cost, PiecewiseCost
+from mgwfbp.cost import Cost, PiecewiseCost, WireCost, halved
 from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import SHORTEST_S, fit_quality, nearest_line, never_falling
 from mgwfbp.measure.agreement import reduce_values
@@ -223,18 +223,21 @@ class Known:
     workers: int
     swept: PiecewiseCost | None = None  # on an idle network, where there is such a sweep
     messages_s: dict[int, list[float]] = field(default_factory=dict)
+    low_messages_s: dict[int, list[float]] = field(default_factory=dict)  # in low precision, by bytes of gradients
     _computes_s: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by bytes of a plan's messages
     _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
 
     def learn(self, plan: MergePlan, seen: Seen) -> None:
-        """Take over what came of a turn with this plan."""
+        """Take over what came of a turn with this plan; of one with low precision only what its messages took."""
         sizes = self.gradients.sizes_of(plan)
-        for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
-            self._computes_s.setdefault(tuple(sizes), []).extend(steps.compute_s if steps else ())
         if seen.messages is not None:
             for taken_s in seen.messages.message_s:
-                for size, seconds in zip(sizes, taken_s, strict=True):
-                    self.messages_s.setdefault(size, []).append(seconds)
+                for size, seconds, wire in zip(sizes, taken_s, plan.wires, strict=True):
+                    (self.low_messages_s if wire else self.messages_s).setdefault(size, []).append(seconds)
+        if plan.wire:
+            return
+        for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
+            self._computes_s.setdefault(tuple(sizes), []).extend(steps.compute_s if steps else ())
         if seen.gradients is not None and seen.plain is not None:
             slowed = median(seen.gradients.length_s) / max(median(seen.plain.length_s), 1e-12)
             trace = learn_trace(seen.gradients, self.gradients)
@@ -250,6 +253,14 @@ class Known:
     def cost(self) -> PiecewiseCost:
         """What a message costs beside a backward pass, and takes from it, from all messages and plans so far."""
         return learn_taken(learn_cost(self.messages_s, self.workers, self.swept), self._computes_s.items())
+
+    @property
+    def both(self) -> WireCost:
+        """That cost, and what a message costs in low precision: learnt over half the bytes of the former."""
+        full = self.cost
+        half = halved(full)
+        assert isinstance(half, PiecewiseCost)  # noqa: S101 - of a curve
+        return WireCost(full, learn_cost(self.low_messages_s, self.workers, half))
 
 
 def learn_trace(steps: AgreedSteps, gradients: Gradients, source: Mapping[str, Any] | None = None) -> ModelTrace:

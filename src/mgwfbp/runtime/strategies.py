@@ -3,14 +3,15 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from mgwfbp.cost import Cost, LinearCost
+from mgwfbp.cost import Cost, LinearCost, low_precision_cost
 from mgwfbp.errors import PlanError, StrategyError
-from mgwfbp.plan import MergePlan
-from mgwfbp.planners import Planner, find_plan, plan_wfbp, planner_of
+from mgwfbp.plan import SHORT_WIRES, MergePlan
+from mgwfbp.planners import Planner, find_plan, plan_wfbp, plan_wire, planner_of
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.kinds import split_by_kind
@@ -18,7 +19,7 @@ from mgwfbp.runtime.reducer import uncompiled
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["STRATEGIES", "parallel", "plan_for"]
+__all__ = ["STRATEGIES", "parallel", "plan_for", "split_wire"]
 
 STRATEGIES = ("auto", "ddp", "naive", "wfbp", "single", "bucket", "mgwfbp", "optimal", "ps")
 
@@ -51,9 +52,12 @@ def parallel(
     ps          every gradient through the rank that owns it, as soon as it is ready (parameter server)
     ==========  =====================================================================================
 
+    With ``+bf16`` or ``+fp16`` behind its name a strategy sends in low precision (but for naive and ps): ``auto`` and
+    ``optimal`` the messages for which it shortens the step, the others all, ``ddp`` those of ``bucket``.
+
     Where no ``trace`` is given gradients are taken to be ready in the reverse order of ``module.named_parameters()``.
     A plan's message that would merge several dtypes or devices, or a sparse gradient with others, becomes several.
-    All strategies average alike: up to the order of sums, training is the same with each.
+    All other strategies average alike: up to the order of sums, training is the same with each.
 
     Args:
         module: the model.
@@ -68,8 +72,11 @@ def parallel(
     """
     if isinstance(strategy, MergePlan) or not isinstance(strategy, str) or _is_path(strategy):
         return DistributedDataParallel(module, plan=strategy, **ddp_arguments)
-    if strategy in ("auto", "ddp"):
-        return DistributedDataParallel(module, tune=strategy == "auto", **ddp_arguments)
+    name, wire = split_wire(strategy)
+    if wire is not None:
+        ddp_arguments["wire"] = wire
+    if name == "auto" or strategy == "ddp":
+        return DistributedDataParallel(module, tune=name == "auto", **ddp_arguments)
     plan = plan_for(module, strategy, trace=trace, cost=cost, delayed=_delayed(ddp_arguments))
     if strategy == "naive" and ddp_arguments.get("skip_all_reduce_unused_params"):
         raise StrategyError("strategy 'naive' waits for all gradients; leave out skip_all_reduce_unused_params")
@@ -100,7 +107,7 @@ def plan_for(
 
     Args:
         module: the model.
-        strategy: one of `STRATEGIES` but ``auto`` and ``ddp``, or ``bucket-N``.
+        strategy: one of `STRATEGIES` but ``auto`` and ``ddp``, or ``bucket-N``, any with ``+bf16`` or ``+fp16``.
         trace: when gradients are ready; needed by ``mgwfbp`` and ``optimal``.
         cost: what a message takes; needed by the same.
         delayed: names of gradients that are left out.
@@ -113,7 +120,7 @@ def plan_for(
     (('bias',), ('weight',))
     """
     planner = planner or _planner(strategy)
-    if strategy in _TIMED and (trace is None or cost is None):
+    if split_wire(strategy)[0] in _TIMED and (trace is None or cost is None):
         absent = " and ".join(name for name, given in (("trace", trace), ("cost", cost)) if given is None)
         raise StrategyError(
             f"strategy {quote(strategy)} needs a trace and a cost, and no {absent} is given; "
@@ -127,7 +134,21 @@ def plan_for(
     return replace(split_by_kind(plan, _kinds(module)), planner=strategy)
 
 
+def split_wire(strategy: str) -> tuple[str, str | None]:
+    """Return a strategy's name without what it says of precision, and the precision in which it may send.
+
+    >>> split_wire("bucket-5+bf16"), split_wire("wfbp")
+    (('bucket-5', 'bfloat16'), ('wfbp', None))
+    """
+    name, plus, short = strategy.partition("+")
+    wires = {short: wire for wire, short in SHORT_WIRES.items()}
+    return (name, wires[short]) if plus and short in wires else (strategy, None)
+
+
 def _planner(strategy: str) -> Planner:
+    name, wire = split_wire(strategy)
+    if wire is not None and name not in ("naive", "ps"):
+        return partial(plan_wire, wire=wire) if name == "optimal" else partial(_plan_all_in, wire, _planner(name))
     if strategy in ("naive", "ps"):
         return plan_wfbp
     try:
@@ -137,6 +158,12 @@ def _planner(strategy: str) -> Planner:
             f"strategy {quote(strategy)} is unknown, expected one of {', '.join(STRATEGIES)}, bucket-N for N MiB, or "
             "the path of a plan"
         ) from None
+
+
+def _plan_all_in(wire: str, planner: Planner, trace: ModelTrace, cost: Cost) -> MergePlan:
+    """Plan for messages that all travel in low precision."""
+    plan = planner(trace, low_precision_cost(cost))
+    return replace(plan, wire=(wire,) * plan.num_groups)
 
 
 def _is_path(text: str) -> bool:

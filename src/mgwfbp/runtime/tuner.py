@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mgwfbp.cost import PiecewiseCost, cost_from_json
+from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MgwfbpError
 from mgwfbp.measure.agreement import broadcast_text, on_device, problem_of, try_together
 from mgwfbp.measure.clock import clock_for
@@ -59,6 +59,7 @@ class _Progress:
 
     doing: str = "warming up"
     in_force: Buckets | None = None  # when it began, once they are known: torch's own, or an earlier plan's
+    wires: tuple[str, ...] = ()  # and how these travelled
 
 
 class Tuner:
@@ -74,6 +75,7 @@ class Tuner:
         *,
         limits: Limits | None = None,
         before: Tuning | None = None,
+        wire: str | None = None,
     ) -> None:
         self._reducer, self._group, self._unfit, self._on_end = reducer, group, unfit, on_end
         self.device = reducer.parameters[0].device
@@ -82,7 +84,9 @@ class Tuner:
         self._retuned = before.retuned + 1 if before else 0
         self._silent_forwards = 0
         self.observer = Observer(reducer, clock_for(self.device), weakly(self._step_has_ended))
-        self._script = _tune(reducer, self.observer, kinds, group, unfit, self._progress, limits or Limits(), before)
+        self._script = _tune(
+            reducer, self.observer, kinds, group, unfit, self._progress, limits or Limits(), before, wire
+        )
         next(self._script)  # to where it waits for the first step
 
     @property
@@ -112,7 +116,7 @@ class Tuner:
         self._script.close()
         self.observer.stop()
         if restore and self._progress.in_force is not None:
-            self._reducer.set_buckets(self._progress.in_force)
+            self._reducer.set_buckets(self._progress.in_force, self._progress.wires)
         return replace(self.tuning, state="off", reason=reason)
 
     def _step_has_ended(self) -> None:
@@ -137,7 +141,7 @@ class Tuner:
 
     def _settled(self, verdict: Verdict, default: MergePlan) -> Tuning:
         chosen = verdict.candidates[0]
-        before = next(one for one in verdict.candidates if one.plan.groups == default.groups)
+        before = next(one for one in verdict.candidates if one.plan.messages == (default.groups, ()))
         return replace(
             self.tuning,
             state="settled",
@@ -149,6 +153,7 @@ class Tuner:
             exposed_s=verdict.exposed_s,
             trace=verdict.trace,
             cost=verdict.cost,
+            low_cost=verdict.low_cost,
         )
 
 
@@ -173,6 +178,7 @@ def _tune(
     progress: _Progress,
     limits: Limits,
     before: Tuning | None,
+    wire: str | None,
 ) -> Generator[None, None, tuple[Verdict, MergePlan]]:
     """Tune on this rank, together with the others: where it says ``yield``, a step of training goes by.
 
@@ -192,13 +198,14 @@ def _tune(
         if reason := unfit():
             raise _EndError(reason)
         held = progress.in_force = reducer.buckets()
+        progress.wires = reducer.wires
         groups = tuple(tuple(reducer.names[place] for place in bucket) for bucket in held)
         in_force = before.plan if before else None
         default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)
         if dist.get_rank(group) == 0:
             workers = dist.get_world_size(group)
             torchs = next((one.plan for one in before.candidates if one.name == "ddp"), None) if before else None
-            leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits, torchs)
+            leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits, torchs, wire)
         return default
 
     default = _together(begin, group)
@@ -233,22 +240,27 @@ def _ask(leader: Generator[Turn, Seen, Verdict], seen: Seen | None) -> str:
         return json.dumps({"verdict": _write_verdict(end.value)})
     except Exception as error:  # of a planner, say: tuning ends, training does not
         return json.dumps({"problem": problem_of(error)})
-    return json.dumps(
-        {"planner": turn.plan.planner, "groups": turn.plan.groups, "notes": turn.notes, "doing": turn.doing}
-    )
+    return json.dumps({**_write_plan(turn.plan), "notes": turn.notes, "doing": turn.doing})
+
+
+def _write_plan(plan: MergePlan) -> dict[str, Any]:
+    return {"planner": plan.planner, "groups": plan.groups, "wire": plan.wire}
+
+
+def _read_plan(said: Mapping[str, Any], model: str) -> MergePlan:
+    groups = tuple(tuple(names) for names in said["groups"])
+    return MergePlan(model, said["planner"], groups, wire=tuple(said["wire"]))
 
 
 def _write_verdict(verdict: Verdict) -> dict[str, Any]:
-    candidates = [
-        {**candidate.to_json(), "planner": candidate.plan.planner, "groups": candidate.plan.groups}
-        for candidate in verdict.candidates
-    ]
+    candidates = [{**candidate.to_json(), **_write_plan(candidate.plan)} for candidate in verdict.candidates]
     return {
         "candidates": candidates,
         "comparison": asdict(verdict.comparison),
         "trace": verdict.trace.to_json(),
         "cost": verdict.cost.to_json(),
         "exposed_s": verdict.exposed_s,
+        "low_cost": verdict.low_cost.to_json() if verdict.low_cost else None,
     }
 
 
@@ -258,10 +270,7 @@ def _read(text: str, gradients: Gradients, reducer: ReducerHandle, kinds: Mappin
     if "problem" in said:
         raise _EndError(said["problem"])
     verdict = _read_verdict(said["verdict"], gradients.model) if "verdict" in said else None
-    if verdict is None:
-        plan = MergePlan(gradients.model, said["planner"], tuple(tuple(names) for names in said["groups"]))
-    else:
-        plan = verdict.candidates[0].plan
+    plan = _read_plan(said, gradients.model) if verdict is None else verdict.candidates[0].plan
     check_kinds(plan, kinds)
     places = {name: place for place, name in enumerate(reducer.names)}
     buckets = [[places[name] for name in names] for names in plan.groups]
@@ -273,7 +282,7 @@ def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
     candidates = tuple(
         Candidate(
             one["name"],
-            MergePlan(model, one["planner"], tuple(tuple(names) for names in one["groups"])),
+            _read_plan(one, model),
             one["predicted_s"],
             tuple(one["steps_s"]),
             float("inf") if one["step_s"] is None else one["step_s"],
@@ -281,30 +290,31 @@ def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
         )
         for one in said["candidates"]
     )
-    cost = cost_from_json(said["cost"])
-    assert isinstance(cost, PiecewiseCost)  # noqa: S101 - learnt costs are curves
+    cost = PiecewiseCost.from_json(said["cost"])  # learnt costs are curves
+    low_cost = None if said["low_cost"] is None else PiecewiseCost.from_json(said["low_cost"])
     trace = ModelTrace.from_json(said["trace"])
-    return Verdict(candidates, Comparison(**said["comparison"]), trace, cost, said["exposed_s"])
+    return Verdict(candidates, Comparison(**said["comparison"]), trace, cost, said["exposed_s"], low_cost)
 
 
 def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup, unfit: Callable[[], str]) -> None:
     """Give the Reducer a plan on all ranks, or on none: then tuning ends."""
+    wires = order.plan.wire
 
-    def prepare() -> Buckets:
+    def prepare() -> tuple[Buckets, tuple[str, ...]]:
         if reason := unfit():  # it may have been compiled, or been given a hook, since the last plan
             raise _EndError(reason)
         before = reducer.buckets()
         _check_room(reducer, before, order.buckets)
-        return before
+        return before, reducer.wires
 
     before = _together(prepare, group)
-    if before == order.buckets:
+    if before == (order.buckets, wires):
         return
     try:
-        _together(lambda: reducer.set_buckets(order.buckets), group)
+        _together(lambda: reducer.set_buckets(order.buckets, wires), group)
     except _EndError:
-        if reducer.buckets() != before:  # where it failed, the Reducer has what it had
-            reducer.set_buckets(before)
+        if (reducer.buckets(), reducer.wires) != before:  # where it failed, the Reducer has what it had
+            reducer.set_buckets(*before)
         raise
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from mgwfbp.cost import PiecewiseCost, taken_by
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_range, format_seconds, plural
+from mgwfbp.units import format_bytes, format_range, format_seconds, plural
 
 __all__ = ["Candidate", "Comparison", "Tuning"]
 
@@ -90,6 +90,7 @@ class Tuning:
     problem: str = ""  # why it cannot look again, though steps have changed
     trace: ModelTrace | None = field(default=None, compare=False)  # as observed, of the slowest rank
     cost: PiecewiseCost | None = field(default=None, compare=False)  # of a message, as learnt in training
+    low_cost: PiecewiseCost | None = field(default=None, compare=False)  # in low precision, by bytes of gradients
 
     @property
     def plan(self) -> MergePlan | None:
@@ -106,6 +107,26 @@ class Tuning:
         """The predicted step of the chosen plan."""
         return self.candidates[0].predicted_s if self.state == "settled" else None
 
+    @property
+    def low_bytes(self) -> dict[str, int]:
+        """The bytes of gradients that travel in low precision, by precision."""
+        found: dict[str, int] = {}
+        if self.plan is not None and self.trace is not None:
+            size_of = {layer.name: layer.grad_bytes for layer in self.trace.layers}
+            for group, wire in zip(self.plan.groups, self.plan.wires, strict=True):
+                if wire:
+                    found[wire] = found.get(wire, 0) + sum(size_of[name] for name in group)
+        return found
+
+    @property
+    def _precision(self) -> str:
+        """How gradients travel where some may in low precision, in words."""
+        if self.low_cost is None or self.trace is None:
+            return ""
+        total = format_bytes(self.trace.grad_bytes)
+        low = [f"{format_bytes(size)} of {total} of gradients in {wire}" for wire, size in self.low_bytes.items()]
+        return f" ({', '.join(low) or 'none in low precision'})"
+
     def __repr__(self) -> str:
         if self.state != "settled":
             return f"Tuning({self.state}, step {self.steps}: {self.reason})"
@@ -118,7 +139,8 @@ class Tuning:
         between = f" ({format_range(*chosen.between_s)})" if chosen.between_s else ""
         return (
             f"Tuning(settled after {plural(self.steps, 'step')} on {chosen.name!r}: "
-            f"{plural(chosen.plan.num_groups, 'message')} a step, {before}{buckets} {self.messages_before}; {times}"
+            f"{plural(chosen.plan.num_groups, 'message')} a step{self._precision}, {before}{buckets} "
+            f"{self.messages_before}; {times}"
             f"{self.comparison}; exposed communication, measured, {format_seconds(self.exposed_s or 0.0)}; predicted "
             f"step {format_seconds(chosen.predicted_s)}{between}{self._taken}; tuning took "
             f"{format_seconds(self.spent_s)}{again})"
@@ -155,4 +177,5 @@ class Tuning:
             "plan": self.plan.to_json() if self.plan else None,
             "trace": self.trace.to_json() if self.trace else None,
             "cost": self.cost.to_json() if self.cost else None,
+            **({"low_cost": self.low_cost.to_json(), "low_bytes": self.low_bytes} if self.low_cost else {}),
         }

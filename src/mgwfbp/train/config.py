@@ -9,16 +9,17 @@ from mgwfbp.record import check_count, check_real, check_text
 from mgwfbp.run import TrainingRun
 from mgwfbp.units import plural, quote
 
-__all__ = ["Autocast", "OnCorrupt", "Schedule", "TrainConfig", "differences", "same_plan", "split_batch"]
+__all__ = ["Autocast", "OnCorrupt", "Schedule", "TrainConfig", "Wire", "differences", "same_plan", "split_batch"]
 
 Schedule = Literal["cosine", "step"]
 Autocast = Literal["bf16", "fp16"]
+Wire = Literal["bfloat16", "float16"]
 OnCorrupt = Literal["refuse", "skip"]
 
 # A checkpoint fits only a run with the same of these: they say what a position in the data means.
 _FIXED = ("model", "data", "batch_size", "workers", "seed", "image_size", "num_samples", "num_classes")
 # What a plan is made from; with other ones of these a new one is made.
-_PLANNED_WITH = ("strategy", "trace", "cost")
+_PLANNED_WITH = ("strategy", "trace", "cost", "wire")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class TrainConfig:
     step_factor: float = 0.1
     label_smoothing: float = 0.0
     autocast: Autocast | None = None
+    wire: Wire | None = None  # the precision in which messages may travel
     clip_norm: float | None = None
     seed: int = 0
     image_size: int | None = None  # pixels a side; None: what suits model and data
@@ -89,6 +91,7 @@ class TrainConfig:
             "device": ("cpu", "cuda"),
             "schedule": get_args(Schedule),
             "autocast": (None, *get_args(Autocast)),
+            "wire": (None, *get_args(Wire)),
             "on_corrupt": get_args(OnCorrupt),
         }
         for name, allowed in choices.items():

@@ -17,9 +17,10 @@ from mgwfbp.measure.allreduce import measure_allreduce
 from mgwfbp.measure.backward import measure_backward
 from mgwfbp.measure.factory import model_name
 from mgwfbp.measure.meta import built_on
-from mgwfbp.plan import MergePlan
+from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.strategies import STRATEGIES, parallel, plan_for
+from mgwfbp.runtime.strategies import STRATEGIES, parallel, plan_for, split_wire
+from mgwfbp.runtime.wire import check_wire
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.models import build_model, classification_loss
@@ -50,9 +51,20 @@ def is_plan(strategy: str) -> bool:
     return strategy.endswith(".json") or os.sep in strategy
 
 
+def _name(config: TrainConfig) -> str:
+    """Return the strategy's name; the precision in which it may send stands behind it."""
+    if config.wire is None or is_plan(config.strategy):
+        return config.strategy
+    return f"{config.strategy}+{SHORT_WIRES[config.wire]}"
+
+
+def _is_planned(config: TrainConfig) -> bool:
+    return split_wire(config.strategy)[0] in _PLANNED
+
+
 def needs_measuring(config: TrainConfig) -> bool:
     """Say whether a run begins with measurements."""
-    return config.strategy in _PLANNED and (config.trace is None or config.cost is None)
+    return _is_planned(config) and (config.trace is None or config.cost is None)
 
 
 def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> None:
@@ -62,9 +74,20 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise TrainError(f"model {quote(config.model)} has no parameter that requires a gradient: nothing to train")
+    base, suffix = split_wire(config.strategy)
+    if config.wire is not None and base not in ("auto", "optimal") and not is_plan(config.strategy):
+        short = SHORT_WIRES[config.wire]
+        raise TrainError(
+            f"wire {quote(config.wire)} lets auto, optimal or a plan choose messages for it, and the strategy is "
+            f"{quote(config.strategy)}: with {quote(f'{base}+{short}')} all its messages travel so"
+        )
+    if config.wire is not None and suffix is not None:
+        raise TrainError(f"wire {quote(config.wire)} and strategy {quote(config.strategy)} both name a precision")
     if is_plan(config.strategy):
-        MergePlan.load(config.strategy).check_covers(names, what="the model")
-    elif config.strategy not in STRATEGIES:
+        plan = MergePlan.load(config.strategy)
+        plan.check_covers(names, what="the model")
+        check_wire(plan.wire, config.wire)
+    elif base not in STRATEGIES or (suffix is not None and base in ("naive", "ps")):
         plan_for(model, config.strategy)  # bucket-N, or an error that lists what there is
     if config.trace is not None:
         layers = {layer.name for layer in load_trace(config.trace).layers}
@@ -75,7 +98,7 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
             )
     if config.cost is not None:
         load_cost(config.cost)
-    if config.strategy in _PLANNED and config.cost is None and config.workers == 1:
+    if _is_planned(config) and config.cost is None and config.workers == 1:
         raise TrainError(
             f"strategy {quote(config.strategy)} plans for the network between workers, and there is 1; "
             "start more, or give --cost"
@@ -102,16 +125,19 @@ def wrap(
     arguments: dict[str, Any] = {"process_group": group}
     if on_gpu:
         arguments["device_ids"] = [torch.cuda.current_device()]
-    if plan_before is not None and (config.strategy in _PLANNED or is_tuned):
+    if plan_before is not None and (_is_planned(config) or is_tuned):
         plan = MergePlan.from_json(json.loads(plan_before))
-        return Wrapped(parallel(module, plan, **arguments), None, None)
+        wire = next(filter(None, plan.wire), None)
+        return Wrapped(parallel(module, plan, wire=wire, **arguments), None, None)
     if is_tuned:  # and torch's own buckets were the fastest
         return Wrapped(parallel(module, "ddp", **arguments), None, None)
-    if config.strategy == "auto":
+    if is_plan(config.strategy):
+        arguments["wire"] = config.wire
+    if split_wire(config.strategy)[0] == "auto":
         arguments["tune_steps"] = min(_TUNE_STEPS, num_steps // _TUNE_SHARE)
     trace = load_trace(config.trace) if config.trace is not None else None
     cost = load_cost(config.cost) if config.cost is not None else None
-    if config.strategy in _PLANNED:
+    if _is_planned(config):
         if trace is None:
             trace = _measure_trace(module, config, first_batch, group)
         if cost is None:
@@ -123,7 +149,7 @@ def wrap(
                 budget_s=_SWEEP_BUDGET_S,
                 max_rounds=_SWEEP_ROUNDS,
             )
-    return Wrapped(parallel(module, config.strategy, trace=trace, cost=cost, **arguments), trace, cost)
+    return Wrapped(parallel(module, _name(config), trace=trace, cost=cost, **arguments), trace, cost)
 
 
 def _measure_trace(
