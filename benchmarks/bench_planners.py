@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from mgwfbp import LayerTrace, LinearCost, ModelTrace, PiecewiseCost
-from mgwfbp.planners import plan_optimal
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, PiecewiseCost, load_network, load_trace
+from mgwfbp.planners import plan_optimal, plan_wire
 
 LINE = LinearCost(8, 633.64e-6, 1.4e-9)
 # A start-up that grows with the message, two protocol switches, and the slope of large messages.
@@ -79,3 +79,23 @@ def test_optimal_where_messages_take_from_a_longer_backward_pass(benchmark: Benc
     taking = LinearCost(8, 1e-4, 2.5e-9, taken_s=5e-5, taken_per_byte_s=1.25e-10)
     plan = benchmark(plan_optimal, trace, taking)
     benchmark.extra_info["messages"] = plan.num_groups
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05], ids=["takes nothing", "takes 30 us and 5 %"])
+@pytest.mark.parametrize("network", ["10GbE", "25GbE"])
+@pytest.mark.parametrize(
+    "model",
+    ["resnet50-h200-b32", "googlenet-h200-b64", "gpt2-h200-b8", "bert-h200-b32", "densenet201-h200-b32"],
+)
+def test_low_precision(benchmark: BenchmarkFixture, model: str, network: str, share: float) -> None:
+    """Which messages of a recorded model travel in low precision, on 4 workers."""
+    line = load_network(network).cost(4)
+    cost = replace(line, taken_s=6e-4 * share, taken_per_byte_s=line.per_byte_s * share)
+    plan = benchmark.pedantic(plan_wire, (load_trace(model), cost), rounds=3)
+    benchmark.extra_info.update(plan.predicted, messages=plan.num_groups)
+
+
+@pytest.mark.parametrize("num_layers", [161, 604])
+def test_low_precision_on_a_curve(benchmark: BenchmarkFixture, num_layers: int) -> None:
+    plan = benchmark.pedantic(plan_wire, (make_trace(num_layers), CURVE), rounds=3)
+    benchmark.extra_info.update(plan.predicted, messages=plan.num_groups)

@@ -13,12 +13,15 @@ from mgwfbp.record import Fields, Record, check_count, check_free_form, check_it
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
 __all__ = [
+    "CheaperCost",
     "Cost",
     "LinearCost",
     "PiecewiseCost",
     "WireCost",
+    "cheaper_cost",
     "cheapest_s",
     "cost_from_json",
+    "full_precision_cost",
     "halved",
     "load_cost",
     "low_precision_cost",
@@ -279,6 +282,53 @@ def low_precision_cost(cost: Cost) -> Cost:
     return cost.low if isinstance(cost, WireCost) else halved(cost)
 
 
+def full_precision_cost(cost: Cost) -> Cost:
+    """Return what messages cost as their gradients are."""
+    return cost.full if isinstance(cost, WireCost) else cost
+
+
+@dataclass(frozen=True, slots=True)
+class CheaperCost:
+    """What a message costs in whichever precision is cheaper for its size; it takes what the former takes."""
+
+    full: Cost
+    low: Cost
+
+    def __call__(self, num_bytes: int, /) -> float:
+        """Return the seconds an all-reduce of ``num_bytes`` takes at least."""
+        return min(self.full(num_bytes), self.low(num_bytes))
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part."""
+        return self.full.workers
+
+    @property
+    def taken_s(self) -> float:
+        """What a message takes from the computation, whatever its size."""
+        return float(getattr(self.full, "taken_s", 0.0))
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        """And for each of its bytes."""
+        return float(getattr(self.full, "taken_per_byte_s", 0.0))
+
+
+def cheaper_cost(cost: Cost) -> Cost:
+    """Return what messages cost that travel in the cheaper precision for their size.
+
+    >>> cheaper_cost(WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 2.0, 0.25)))(2)
+    2.0
+    """
+    full, low = full_precision_cost(cost), low_precision_cost(cost)
+    if isinstance(full, LinearCost) and isinstance(low, LinearCost):
+        if low.startup_s <= full.startup_s and low.per_byte_s <= full.per_byte_s:
+            return replace(low, taken_s=full.taken_s, taken_per_byte_s=full.taken_per_byte_s)
+        if full.startup_s <= low.startup_s and full.per_byte_s <= low.per_byte_s:
+            return full
+    return CheaperCost(full, low)
+
+
 def _cost_fields(data: object, kind: str) -> Fields:
     fields = Fields(data)
     fields.check_format(LinearCost.FORMAT)
@@ -347,8 +397,11 @@ def cheapest_s(cost: Cost, num_bytes: int) -> float:
     >>> cheapest_s(PiecewiseCost(2, ((0, 1.0), (10, 2.0), (20, 22.0))), 20)
     4.0
     """
+    cost = full_precision_cost(cost)
     if num_bytes == 0 or isinstance(cost, LinearCost):
         return cost(num_bytes)
+    if isinstance(cost, CheaperCost):
+        return min(cheapest_s(cost.full, num_bytes), cheapest_s(cost.low, num_bytes))
     if isinstance(cost, PiecewiseCost):
         sizes = [size for size, _ in cost.points if 0 < size < num_bytes]
         return min(cost(size) * num_bytes / size for size in [*sizes, num_bytes])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeGuard
 
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, WireCost, full_precision_cost, low_precision_cost
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import LARGEST, LARGEST_COUNT
 from mgwfbp.timeline import predict
@@ -22,6 +22,7 @@ __all__ = ["off_by", "predict_range", "spread_of"]
 
 def spread_of(cost: Cost) -> list[float] | None:
     """Return by which part each point of a cost may be off (of a straight line: all of it), or None where unknown."""
+    cost = full_precision_cost(cost)
     if not isinstance(cost, LinearCost | PiecewiseCost):
         return None
     points = len(cost.points) if isinstance(cost, PiecewiseCost) else 1
@@ -45,8 +46,14 @@ def off_by(cost: Cost, errors: float) -> Cost:
     >>> [round(off_by(line, errors)(2), 3) for errors in (-1, 0, 1)]
     [1.6, 2.0, 2.5]
     """
+    if isinstance(cost, WireCost):
+        return WireCost(_off_by(cost.full, errors), _off_by(cost.low, errors))
+    return _off_by(cost, errors) if isinstance(cost, LinearCost | PiecewiseCost) else cost
+
+
+def _off_by(cost: LinearCost | PiecewiseCost, errors: float) -> LinearCost | PiecewiseCost:
     spread = spread_of(cost)
-    if spread is None or not isinstance(cost, LinearCost | PiecewiseCost):
+    if spread is None:
         return cost
     factors = [math.exp(errors * math.log1p(part)) for part in spread]
     if isinstance(cost, LinearCost):
@@ -70,7 +77,7 @@ def predict_range(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[float
     >>> predict_range(trace, cost, MergePlan.of_sizes(trace, [1]))
     (10.0, 12.2)
     """
-    if spread_of(cost) is None:
+    if spread_of(cost) is None or (plan.wire and spread_of(low_precision_cost(cost)) is None):
         return None
     off = trace.source.get("off")
     times = 1 + off if _is_part(off) else 1.0

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
-from mgwfbp.cost import Cost
+from mgwfbp.cost import Cost, cheaper_cost
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.fixed import plan_bucket, plan_single, plan_wfbp
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.published import plan_mgwfbp
+from mgwfbp.planners.wire import DEFAULT_TOLERANCE, plan_wire, wire_planner_name
 from mgwfbp.ranges import predict_range
 from mgwfbp.timeline import lower_bound_s, predict
 from mgwfbp.trace import ModelTrace
@@ -23,12 +25,15 @@ __all__ = [
     "PLANNERS",
     "Planner",
     "find_plan",
+    "find_wire_plan",
     "plan_bucket",
     "plan_mgwfbp",
     "plan_optimal",
     "plan_single",
     "plan_wfbp",
+    "plan_wire",
     "planner_of",
+    "wire_planner_name",
 ]
 
 Planner = Callable[[ModelTrace, Cost], MergePlan]
@@ -86,8 +91,37 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
         CostError: where the cost gives no numbers that can be planned with.
     """
     plan = (planner if callable(planner) else planner_of(planner))(trace, cost)
+    return replace(plan, predicted=_promise(trace, cost, plan, lower_bound_s(trace, cost)))
+
+
+def find_wire_plan(
+    trace: ModelTrace, cost: Cost, wire: str = "bfloat16", *, tolerance: float = DEFAULT_TOLERANCE
+) -> MergePlan:
+    """Make a plan in which messages may travel in low precision, `plan_wire`, and write into it what it promises.
+
+    ``plan.predicted`` holds what `find_plan` writes, with a ``lower_bound_s`` that no plan of either precision can
+    undercut; ``low_bytes`` and ``low_bytes_bound`` of `plan_wire`; and ``sent_bytes``, the bytes of a set of gradients
+    as they travel.
+
+    Args:
+        trace: when each gradient is ready.
+        cost: what a message takes; in low precision as `low_precision_cost` has it.
+        wire: the low precision, one of `WIRES`.
+        tolerance: which part longer than the shortest the step may be.
+
+    Raises:
+        PlanError: where there is no such precision, or the tolerance is no number of 0 or more.
+        CostError: where the cost gives no numbers that can be planned with.
+    """
+    plan = plan_wire(trace, cost, wire, tolerance=tolerance)
+    promise = _promise(trace, cost, plan, lower_bound_s(trace, cheaper_cost(cost)))
+    sent_bytes = trace.grad_bytes - plan.predicted["low_bytes"] // 2
+    return replace(plan, predicted={**promise, **plan.predicted, "sent_bytes": sent_bytes})
+
+
+def _promise(trace: ModelTrace, cost: Cost, plan: MergePlan, bound_s: float) -> dict[str, Any]:
+    """Return what a plan says of its step."""
     timeline = predict(trace, cost, plan)
-    bound_s = lower_bound_s(trace, cost)
     predicted = {
         "workers": cost.workers,
         "iteration_s": timeline.iteration_s,
@@ -98,4 +132,4 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
     between_s = predict_range(trace, cost, plan)
     if between_s is not None:
         predicted["low_s"], predicted["high_s"] = between_s
-    return replace(plan, predicted=predicted)
+    return predicted

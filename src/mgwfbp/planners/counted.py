@@ -35,7 +35,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, taken_by
+from mgwfbp.cost import CheaperCost, Cost, LinearCost, PiecewiseCost, taken_by
 from mgwfbp.planners.slack import ROUNDING, SLOWER, TIE, Floats, check_end, trace_cuts, vectorized, with_slack
 
 __all__ = ["counted_cuts"]
@@ -197,6 +197,8 @@ def _least_per_byte_s(cost: Cost, total: int) -> float:
     """Return a slope so that a message of so many bytes or fewer never takes less than that of none and the slope."""
     if isinstance(cost, LinearCost):
         return cost.per_byte_s
+    if isinstance(cost, CheaperCost):
+        return min(_least_per_byte_s(cost.full, total), _least_per_byte_s(cost.low, total))
     if not isinstance(cost, PiecewiseCost) or not total:
         return 0.0
     sizes = [size for size, _ in cost.points if 0 < size < total]

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, LinearCost, taken_by
+from mgwfbp.cost import Cost, LinearCost, full_precision_cost, taken_by
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.counted import counted_cuts
 from mgwfbp.planners.slack import ROUNDING, SLOWER, TIE, Floats, Times, check_end, trace_cuts, vectorized, with_slack
@@ -49,6 +49,7 @@ def plan_optimal(trace: ModelTrace, cost: Cost) -> MergePlan:
     >>> plan_optimal(trace, LinearCost(workers=2, startup_s=1.0, per_byte_s=1.0)).group_sizes
     (1, 3)
     """
+    cost = full_precision_cost(cost)
     ready_s = trace.ready_s
     prefix_bytes = list(accumulate((layer.grad_bytes for layer in trace.layers), initial=0))
     takes = taken_by(cost, trace.grad_bytes) > 0

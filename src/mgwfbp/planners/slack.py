@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.cost import CheaperCost, Cost, LinearCost, PiecewiseCost, full_precision_cost
 from mgwfbp.errors import CostError
 from mgwfbp.record import check_real
 
@@ -80,6 +80,10 @@ def check_end(end_s: float) -> None:
 
 def vectorized(cost: Cost) -> Times:
     """Return the cost as a function of many sizes at once."""
+    cost = full_precision_cost(cost)
+    if isinstance(cost, CheaperCost):
+        full, low = vectorized(cost.full), vectorized(cost.low)
+        return lambda sizes: np.minimum(full(sizes), low(sizes))
     if isinstance(cost, LinearCost):
         return lambda sizes: cost.startup_s + np.float64(cost.per_byte_s) * sizes
     if not isinstance(cost, PiecewiseCost):

@@ -1,0 +1,214 @@
+"""Plans with messages in low precision against exhaustive search over all partitions and all precisions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgwfbp import Cost, LinearCost, MergePlan, ModelTrace, PiecewiseCost, PlanError, load_network, load_trace, predict
+from mgwfbp.cost import WireCost, cheaper_cost, low_precision_cost
+from mgwfbp.planners import PLANNERS, find_plan, find_wire_plan, plan_optimal, plan_wire, wire
+from mgwfbp.planners.slack import TIE
+from mgwfbp.ranges import predict_range
+from mgwfbp.timeline import lower_bound_s
+from tests.examples import (
+    linear_costs,
+    make_trace,
+    partitions,
+    table_costs,
+    that_take,
+    traces,
+    whole_piecewise_costs,
+)
+
+tolerances = st.sampled_from([0.0, 0.01, 0.5])
+small_traces = traces(max_layers=7)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it gives."""
+
+    step_s: float
+    low_bytes: int
+    num_groups: int
+
+
+def all_plans(trace: ModelTrace, cost: Cost) -> Iterator[Candidate]:
+    for sizes in partitions(len(trace.layers)):
+        plan = MergePlan.of_sizes(trace, sizes)
+        for precisions in product(("", "bfloat16"), repeat=len(sizes)):
+            timeline = predict(trace, cost, replace(plan, wire=precisions))
+            pairs = zip(timeline.messages, precisions, strict=True)
+            low_bytes = sum(message.num_bytes for message, precision in pairs if precision)
+            yield Candidate(timeline.iteration_s, low_bytes, len(sizes))
+
+
+def candidate(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Candidate:
+    timeline = predict(trace, cost, plan)
+    pairs = zip(timeline.messages, plan.wires, strict=True)
+    low_bytes = sum(message.num_bytes for message, precision in pairs if precision)
+    return Candidate(timeline.iteration_s, low_bytes, plan.num_groups)
+
+
+def near_shortest(trace: ModelTrace, cost: Cost, tolerance: float) -> list[Candidate]:
+    """All plans within the tolerance of the shortest step, the best first."""
+    found = list(all_plans(trace, cost))
+    deadline_s = (1 + tolerance) * min(one.step_s for one in found) * TIE
+    within = [one for one in found if one.step_s <= deadline_s]
+    return sorted(within, key=lambda one: (one.low_bytes, one.step_s, one.num_groups))
+
+
+def check_against_all_plans(trace: ModelTrace, cost: Cost, tolerance: float) -> None:
+    within, plain = near_shortest(trace, cost, tolerance), plan_optimal(trace, cost)
+    best, plan = within[0], plan_wire(trace, cost, tolerance=tolerance)
+    if candidate(trace, cost, plain) in within:
+        assert plan.messages == plain.messages
+    else:
+        assert candidate(trace, cost, plan) == best
+    assert plan.predicted == {"low_bytes": best.low_bytes, "low_bytes_bound": best.low_bytes}
+
+
+@given(small_traces, st.one_of(linear_costs, whole_piecewise_costs(), table_costs()), tolerances)
+@settings(max_examples=60)
+def test_half_the_bytes_are_planned_as_exhaustive_search_does(trace: ModelTrace, cost: Cost, tolerance: float) -> None:
+    check_against_all_plans(trace, cost, tolerance)
+
+
+@given(
+    small_traces,
+    st.one_of(that_take(linear_costs), that_take(whole_piecewise_costs()), that_take(table_costs())),
+    tolerances,
+)
+@settings(max_examples=80)
+def test_messages_that_take_from_the_computation_are_planned_as_exhaustive_search_does(
+    trace: ModelTrace, cost: Cost, tolerance: float
+) -> None:
+    check_against_all_plans(trace, cost, tolerance)
+
+
+measured = st.one_of(that_take(linear_costs), that_take(whole_piecewise_costs()))
+# Low precision of any cost: sometimes dearer, for some sizes or for all.
+two_precisions = st.builds(WireCost, measured, st.one_of(linear_costs, whole_piecewise_costs()))
+
+
+@given(small_traces, two_precisions, tolerances)
+@settings(max_examples=100)
+def test_any_cost_of_low_precision_is_planned_as_exhaustive_search_does(
+    trace: ModelTrace, cost: WireCost, tolerance: float
+) -> None:
+    check_against_all_plans(trace, cost, tolerance)
+
+
+@given(small_traces, two_precisions)
+@settings(max_examples=60)
+def test_the_bound_of_both_precisions_holds_for_every_plan(trace: ModelTrace, cost: WireCost) -> None:
+    bound_s = lower_bound_s(trace, cheaper_cost(cost))
+    found = list(all_plans(trace, cost))
+    assert bound_s <= min(one.step_s for one in found) * TIE
+    plan = find_wire_plan(trace, cost)
+    assert plan.predicted["lower_bound_s"] == bound_s
+    assert plan.predicted["iteration_s"] == predict(trace, cost, plan).iteration_s
+    assert plan.predicted["sent_bytes"] == trace.grad_bytes - plan.predicted["low_bytes"] // 2
+
+
+@given(st.one_of(small_traces, traces(max_layers=5)), two_precisions, tolerances, st.sampled_from([1, 2, 3]))
+@settings(max_examples=80)
+def test_what_is_thinned_out_leaves_a_bound_that_holds(
+    trace: ModelTrace, cost: WireCost, tolerance: float, width: int
+) -> None:
+    within = near_shortest(trace, cost, tolerance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "NARROW", 1)
+        patch.setattr(wire, "WIDTH", width)
+        plan = plan_wire(trace, cost, tolerance=tolerance)
+    assert plan.predicted["low_bytes_bound"] <= within[0].low_bytes <= plan.predicted["low_bytes"]
+    assert predict(trace, cost, plan).iteration_s <= max(one.step_s for one in within)
+
+
+@given(traces(max_layers=40), that_take(whole_piecewise_costs()), tolerances)
+def test_the_step_is_never_longer_than_the_tolerance_allows(
+    trace: ModelTrace, cost: PiecewiseCost, tolerance: float
+) -> None:
+    plan = plan_wire(trace, cost, tolerance=tolerance)
+    either = cheaper_cost(cost)
+    step_s = predict(trace, cost, plan).iteration_s
+    assert step_s <= (1 + tolerance) * predict(trace, either, plan_optimal(trace, either)).iteration_s * TIE
+    assert step_s <= (1 + tolerance) * predict(trace, cost, plan_optimal(trace, cost)).iteration_s * TIE
+    assert plan.predicted["low_bytes_bound"] <= plan.predicted["low_bytes"]
+
+
+@given(traces(max_layers=30), measured, tolerances)
+def test_where_low_precision_is_never_cheaper_nothing_is_sent_in_it(
+    trace: ModelTrace, cost: LinearCost | PiecewiseCost, tolerance: float
+) -> None:
+    plan = plan_wire(trace, WireCost(cost, cost), tolerance=tolerance)
+    assert plan.messages == plan_optimal(trace, cost).messages
+    assert not plan.wire
+
+
+@pytest.mark.parametrize("network", ["10GbE", "25GbE"])
+@pytest.mark.parametrize("taken", [(0.0, 0.0), (3e-5, 5e-11)], ids=["takes nothing", "takes something"])
+@pytest.mark.parametrize("model", ["resnet50-h200-b32", "googlenet-h200-b64", "gpt2-h200-b8"])
+def test_recorded_models_are_planned_exactly(model: str, network: str, taken: tuple[float, float]) -> None:
+    trace, line = load_trace(model), load_network(network).cost(4)
+    cost = replace(line, taken_s=taken[0], taken_per_byte_s=taken[1])
+    plan = find_wire_plan(trace, cost)
+    assert 0 < plan.predicted["low_bytes"] == plan.predicted["low_bytes_bound"] < trace.grad_bytes
+    assert plan.predicted["iteration_s"] < 0.9 * find_plan(trace, cost).predicted["iteration_s"]
+    either = cheaper_cost(cost)
+    assert plan.predicted["iteration_s"] <= 1.01 * TIE * find_plan(trace, either).predicted["iteration_s"]
+
+
+def test_only_as_much_as_needed_is_sent_in_low_precision() -> None:
+    # Two gradients of 4 bytes are ready at 2 and 4. As they are they end at 8, the second in low precision at 6 (half).
+    trace = make_trace([2.0, 4.0], [4, 4])
+    cost = LinearCost(2, 0.0, 1.0)
+    assert predict(trace, cost, plan_optimal(trace, cost)).iteration_s == 10.0
+    plan = plan_wire(trace, cost, tolerance=0.0)
+    assert plan.wires == ("bfloat16", "bfloat16")
+    plan = plan_wire(trace, cost, "float16", tolerance=0.4)
+    assert (plan.predicted["low_bytes"], plan.planner) == (4, "optimal+fp16")
+    assert predict(trace, cost, plan).iteration_s <= 1.4 * 6.0
+
+
+def test_launches_that_are_far_longer_than_the_step_are_planned_too() -> None:
+    trace = make_trace([0.0, 0.0, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3], [0, 0, 4, 4, 1000, 0, 4])
+    for taken_s in (59.15206444668215, 1e80):
+        plan = plan_wire(trace, LinearCost(2, 1e-3, 1e-3, taken_s=taken_s))
+        assert (plan.num_groups, plan.wires) == (1, ("bfloat16",))
+
+
+def test_a_model_without_bytes_and_a_free_network_need_no_low_precision() -> None:
+    assert not plan_wire(make_trace([1.0, 2.0], [0, 0]), LinearCost(2, 1.0, 1.0)).wire
+    assert not plan_wire(make_trace([0.0], [8]), LinearCost(1, 0.0, 0.0)).wire
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.01), ("bfloat16", -1.0), ("bfloat16", float("nan"))])
+def test_wrong_arguments_are_refused(precision: str, tolerance: float) -> None:
+    with pytest.raises(PlanError):
+        plan_wire(make_trace([1.0], [4]), LinearCost(2, 1.0, 1.0), precision, tolerance=tolerance)
+
+
+@given(traces(max_layers=12), measured, measured)
+def test_planners_that_know_one_precision_plan_with_the_cost_of_messages_as_they_are(
+    trace: ModelTrace, full: LinearCost | PiecewiseCost, low: LinearCost | PiecewiseCost
+) -> None:
+    for name in PLANNERS:
+        assert find_plan(trace, WireCost(full, low), name) == find_plan(trace, full, name)
+
+
+def test_a_range_is_known_where_that_of_the_precisions_in_use_is() -> None:
+    trace = make_trace([2.0], [10])
+    known, unknown = LinearCost(2, 1.0, 0.5, {"fit": {"mean_error": 0.25}}), LinearCost(2, 1.0, 0.25)
+    plain = MergePlan.of_sizes(trace, [1])
+    low = replace(plain, wire=("bfloat16",))
+    assert predict_range(trace, WireCost(known, unknown), plain) == predict_range(trace, known, plain)
+    assert predict_range(trace, WireCost(known, unknown), low) is None
+    half = replace(known, per_byte_s=0.25)
+    assert half == low_precision_cost(known)
+    assert predict_range(trace, WireCost(known, half), low) == predict_range(trace, known, low)
+    assert predict_range(trace, known, low) == (2.0 + 3.5 / 1.25, 2.0 + 3.5 * 1.25)
