@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import app
+from mgwfbp.cost import WireCost
+from mgwfbp.planners import find_wire_plan
 from tests.examples import make_trace
 
 TRACE = make_trace([2, 4, 6, 8, 10, 12], [1] * 6)
@@ -100,6 +102,41 @@ def test_a_terminal_of_any_width_shows_every_word_of_the_table(folder: Path, col
 def test_markup_in_a_table_is_text(folder: Path) -> None:
     code = "from mgwfbp.cli.output import print_table; print_table(['name', 'n'], [['[red]x[/red]', '1']])"
     assert "[red]x[/red]" in on_a_terminal(folder, 80, "-c", code)
+
+
+FILES = ("--trace", "trace.json", "--cost", "cost.json")
+
+
+def test_compare_has_a_row_of_both_precisions_and_what_is_sent_only_where_asked_to(folder: Path) -> None:
+    plain = run(folder, "compare", *FILES)
+    assert "low precision" not in plain.stdout
+    done = run(folder, "compare", *FILES, "--wire", "bfloat16")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[-2:]] == ["optimal", "optimal+bf16"]
+    assert lines[0].endswith("sent  low precision")
+    assert [line.split()[-3:] for line in lines[-2:]] == [["6", "B", "0%"], ["3", "B", "100%"]]
+    assert done.stderr.count("half the bytes") == 1
+    rows = json.loads(run(folder, "compare", *FILES, "--wire", "float16", "--json").stdout)
+    assert [(row["sent_bytes"], row["low_bytes"]) for row in rows[:-1]] == [(6, 0)] * 5
+    expected = find_wire_plan(TRACE, COST, "float16").predicted
+    assert {name: rows[-1][name] for name in expected} == expected
+    assert rows[-1]["planner"] == "optimal+fp16"
+
+
+def test_a_measured_cost_of_low_precision_is_planned_with(folder: Path) -> None:
+    low = LinearCost(4, 3.0, 0.25)
+    low.save(folder / "low.json")
+    done = run(folder, "plan", *FILES, "--wire", "bfloat16", "--wire-cost", "low.json", "-o", "plan.json")
+    assert "half the bytes" not in done.stderr
+    plan = MergePlan.load(folder / "plan.json")
+    assert plan == find_wire_plan(TRACE, WireCost(COST, low))
+    assert json.loads((folder / "plan.json").read_text())["format"] == "mgwfbp.plan/2"
+    # Where converting costs more than it saves, messages travel as they are, and older readers take the plan.
+    LinearCost(4, 9.0, 0.5).save(folder / "low.json")
+    run(folder, "plan", *FILES, "--wire", "bfloat16", "--wire-cost", "low.json", "-o", "plan.json")
+    assert json.loads((folder / "plan.json").read_text())["format"] == "mgwfbp.plan/1"
+    lost = run(folder, "plan", *FILES, "--wire", "float16", "--wire-cost", "low.json", "-o", "low.json", status=1)
+    assert "is also an input" in lost.stderr
 
 
 def test_bucket_sizes_are_options(folder: Path) -> None:
@@ -295,6 +332,14 @@ def test_cost_of_a_preset_network(folder: Path) -> None:
         ("cost", "--workers", "4", "--osu", "a", "--points", "b"),
         ("cost", "--workers", "4", "--network", "10gbe", "--kind", "piecewise"),
         ("cost", "--workers", "4", "--points", "a", "--kind", "cubic"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--wire", "int8"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--wire-cost", "cost.json"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--wire", "bfloat16", "--planner", "bucket"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--wire", "bfloat16", "--format", "torch"),
+        (
+            *("plan", "--trace", "trace.json", "--cost", "10gbe", "--workers", "8"),
+            *("--wire", "float16", "--wire-cost", "cost.json"),
+        ),
         ("nonsense",),
         ("compare", "--nonsense"),
     ],

@@ -187,6 +187,12 @@ def test_a_model_without_bytes_and_a_free_network_need_no_low_precision() -> Non
     assert not plan_wire(make_trace([0.0], [8]), LinearCost(1, 0.0, 0.0)).wire
 
 
+def test_low_precision_that_costs_nothing_is_used_where_nothing_else_takes_time() -> None:
+    cost = WireCost(LinearCost(2, 1.0, 0.0), LinearCost(2, 0.0, 0.0))
+    assert plan_wire(make_trace([0.0], [8]), cost).wire == ("bfloat16",)
+    assert plan_wire(make_trace([0.0], [0]), cost).predicted == {"low_bytes": 0, "low_bytes_bound": 0}
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("int8", 0.01), ("bfloat16", -1.0), ("bfloat16", float("nan"))])
 def test_wrong_arguments_are_refused(precision: str, tolerance: float) -> None:
     with pytest.raises(PlanError):

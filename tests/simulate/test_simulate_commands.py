@@ -12,7 +12,8 @@ import pytest
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network
 from mgwfbp.cli import progress, run
-from mgwfbp.planners import PLANNERS
+from mgwfbp.cost import WireCost
+from mgwfbp.planners import PLANNERS, find_wire_plan
 
 
 @pytest.fixture
@@ -246,3 +247,57 @@ def test_modern_traces_take_the_place_of_those_that_come_with_the_package(
     assert list(beyond) == ["toy", "toy (2)"]
     assert beyond["toy"] == beyond["toy (2)"]
     assert min(row["compute_s"] for row in beyond["toy"]) == pytest.approx(0.6)  # not scaled
+
+
+def test_a_plan_of_both_precisions_stands_beside_the_others_as_it_was_predicted(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, link = ModelTrace.load(trace_file), load_network("1gbe")
+    arguments = ("--trace", trace_file, "--network", "1gbe", "--workers", "4", "--wire", "bfloat16")
+    half = rows_of(capsys, *arguments)
+    assert [row["planner"] for row in half] == [*PLANNERS, "optimal+bf16"]
+    assert half[-1]["iteration_s"] == find_wire_plan(trace, link.cost(4)).predicted["iteration_s"]
+    low = LinearCost(4, 1e-3, 1e-9)
+    low.save(tmp_path / "low.json")
+    measured = rows_of(capsys, *arguments, "--planner", "optimal", "--wire-cost", str(tmp_path / "low.json"))
+    assert [row["planner"] for row in measured] == ["optimal", "optimal+bf16"]
+    assert measured[0] == half[-2]
+    promised = find_wire_plan(trace, WireCost(link.cost(4), low)).predicted["iteration_s"]
+    assert measured[1]["iteration_s"] == promised < measured[0]["iteration_s"]
+
+
+def test_a_written_plan_of_both_precisions_is_simulated_as_it_says(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = find_wire_plan(ModelTrace.load(trace_file), load_network("1gbe").cost(4), "float16")
+    assert plan.wire
+    plan.save(tmp_path / "plan.json")
+    arguments = ("--trace", trace_file, "--network", "1gbe", "--workers", "4", "--plan", str(tmp_path / "plan.json"))
+    (row,) = rows_of(capsys, *arguments)
+    assert row["iteration_s"] == plan.predicted["iteration_s"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--workers", "4", "--wire", "int8"),
+        ("--workers", "4", "--wire-cost", "low.json"),
+        ("--workers", "4,8", "--wire", "bfloat16", "--wire-cost", "low.json"),
+        ("--workers", "8", "--wire", "bfloat16", "--wire-cost", "low.json"),
+        ("--workers", "4", "--network", "25gbe", "--wire", "bfloat16", "--wire-cost", "low.json"),
+    ],
+)
+def test_a_cost_of_low_precision_that_says_nothing_of_the_workers_is_refused_in_one_line(
+    trace_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    LinearCost(4, 1e-3, 1e-10).save("low.json")
+    assert run(["simulate", "--trace", trace_file, "--network", "1gbe", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "--wire" in printed.err

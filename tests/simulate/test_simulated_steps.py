@@ -24,8 +24,9 @@ from mgwfbp import (
     predict_parameter_server,
     simulate_steps,
 )
-from mgwfbp.cost import taken_by
+from mgwfbp.cost import WireCost, low_precision_cost, taken_by
 from mgwfbp.errors import PlanError
+from mgwfbp.planners import find_wire_plan
 from mgwfbp.simulate.sweep import BASELINES
 
 times = st.floats(0.0, 10.0, allow_subnormal=False)
@@ -61,6 +62,9 @@ def cases(draw: st.DrawFn) -> tuple[ModelTrace, LinearCost | PiecewiseCost, Merg
     cuts = sorted(draw(st.sets(st.integers(1, len(trace.layers)))) | {len(trace.layers)})
     sizes = np.diff([0, *cuts]).tolist()
     plan = MergePlan.of_sizes(trace, sizes)
+    if draw(st.booleans()):
+        precision = st.sampled_from(["", "bfloat16"])
+        plan = replace(plan, wire=tuple(draw(st.lists(precision, min_size=len(sizes), max_size=len(sizes)))))
     if names is not None:
         renamed = dict(zip(plan.layer_names, names, strict=True))
         plan = replace(plan, groups=tuple(tuple(renamed[name] for name in group) for group in plan.groups))
@@ -101,6 +105,16 @@ def test_every_planner_keeps_its_promise_in_the_simulator(
 ) -> None:
     plan = find_plan(trace, cost, planner)
     assert simulate_steps(trace, cost, plan).mean_iteration_s == plan.predicted["iteration_s"]
+
+
+@given(traces(), costs(), costs(), st.sampled_from(["bfloat16", "float16"]))
+def test_a_plan_of_both_precisions_keeps_its_promise_in_the_simulator(
+    trace: ModelTrace, full: LinearCost | PiecewiseCost, low: LinearCost | PiecewiseCost, wire: str
+) -> None:
+    for cost in (full, WireCost(full, replace(low, workers=full.workers))):
+        plan = find_wire_plan(trace, cost, wire)
+        assert simulate_steps(trace, cost, plan).timeline() == predict(trace, cost, plan)
+        assert simulate_steps(trace, cost, plan).mean_iteration_s == plan.predicted["iteration_s"]
 
 
 @given(traces(), st.integers(1, 20), st.sampled_from(["1gbe", "10gbe", "ib-hdr"]))
@@ -189,9 +203,10 @@ def replay(case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], conte
     sizes = {layer.name: layer.grad_bytes for layer in trace.layers}
     ready = dict(zip((layer.name for layer in trace.layers), trace.ready_s, strict=True))
     unsent = []
-    for group in plan.groups:
+    for group, wire in zip(plan.groups, plan.wires, strict=True):
         num_bytes = sum(sizes[name] for name in group)
-        unsent.append((max(ready[name] for name in group), cost(num_bytes), taken_by(cost, num_bytes)))
+        message_s = (low_precision_cost(cost) if wire else cost)(num_bytes)
+        unsent.append((max(ready[name] for name in group), message_s, taken_by(cost, num_bytes)))
     tick_s = scale_s(case, contention) / num_ticks
     now_s, done_s, taken_s, message_s, queue = 0.0, 0.0, 0.0, 0.0, list[float]()
     while unsent or queue or message_s > 0:

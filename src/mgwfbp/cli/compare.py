@@ -16,11 +16,12 @@ from mgwfbp.cli.options import (
     planners,
 )
 from mgwfbp.cli.output import print_table, talk
+from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost, with_low_cost
 from mgwfbp.cost import Cost
-from mgwfbp.planners import Planner, find_plan
+from mgwfbp.planners import Planner, find_plan, find_wire_plan
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace, load_trace
-from mgwfbp.units import format_range, format_seconds
+from mgwfbp.units import format_bytes, format_range, format_seconds
 
 __all__ = ["compare", "comparison", "print_comparison"]
 
@@ -31,14 +32,18 @@ def compare(
     workers: NetworkWorkers = None,
     per_node: PerNode = 1,
     inside: Inside = None,
+    wire: Wire = None,
+    wire_cost: WireCostFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects instead of a table.")] = False,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
     """Compare the steps that all planners' plans would give."""
     chosen = planners(bucket_mb, first_bucket_mb)
-    model, network = load_trace(trace), read_cost(cost, workers, Links(per_node, inside))
-    rows = comparison(model, network, chosen)
+    model, low = load_trace(trace), read_low_cost(wire, wire_cost)
+    network = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
+    talk_of_low_cost(wire, wire_cost)
+    rows = comparison(model, network, chosen, wire)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return
@@ -47,16 +52,24 @@ def compare(
     print_comparison(rows)
 
 
-def comparison(trace: ModelTrace, cost: Cost, chosen: dict[str, Planner]) -> list[dict[str, Any]]:
-    """Return one row per planner: what its plan would give."""
+def comparison(
+    trace: ModelTrace, cost: Cost, chosen: dict[str, Planner], wire: str | None = None
+) -> list[dict[str, Any]]:
+    """Return one row per planner: what its plan would give; and with ``wire`` one of the plan of both precisions."""
+    plans = {name: find_plan(trace, cost, planner) for name, planner in chosen.items()}
+    in_full = {}
+    if wire is not None:
+        plan = find_wire_plan(trace, cost, wire)
+        plans[plan.planner] = plan
+        in_full = {"low_bytes": 0, "low_bytes_bound": 0, "sent_bytes": trace.grad_bytes}
     rows = []
-    for name, planner in chosen.items():
-        plan = find_plan(trace, cost, planner)
+    for name, plan in plans.items():
         timeline = predict(trace, cost, plan)
         rows.append(
             {
                 "planner": name,
                 "num_groups": plan.num_groups,
+                **in_full,
                 **plan.predicted,
                 "communication_s": timeline.communication_s,
                 "ratio": timeline.ratio if math.isfinite(timeline.ratio) else None,
@@ -73,11 +86,13 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
     by_planner = {row["planner"]: row for row in rows}
     default_s = by_planner["bucket"]["iteration_s"]
     has_range = all("low_s" in row for row in rows)
+    has_wire = "sent_bytes" in rows[0]
     print_table(
         (
             *("planner", "messages", "step"),
             *(("between",) if has_range else ()),
             *("exposed", "vs bucket", "above bound", "efficiency", "case"),
+            *(("sent", "low precision") if has_wire else ()),
         ),
         [
             (
@@ -90,7 +105,14 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
                 f"{row['gap']:.1%}",
                 f"{row['efficiency']:.0%}",
                 str(row["case"]),
+                *((format_bytes(row["sent_bytes"]), _low_share(row)) if has_wire else ()),
             )
             for row in rows
         ],
     )
+
+
+def _low_share(row: dict[str, Any]) -> str:
+    """Return which part of the gradients' bytes travels in low precision, of which half is sent."""
+    all_bytes = row["sent_bytes"] + row["low_bytes"] / 2
+    return f"{row['low_bytes'] / all_bytes if all_bytes else 0:.0%}"

@@ -19,10 +19,12 @@ from mgwfbp.cli.options import (
     planners,
 )
 from mgwfbp.cli.output import check_not_input, print_line, talk, write_record
+from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost, with_low_cost
 from mgwfbp.files import write_text
-from mgwfbp.planners import find_plan
+from mgwfbp.plan import MergePlan
+from mgwfbp.planners import find_plan, find_wire_plan
 from mgwfbp.trace import load_trace
-from mgwfbp.units import format_seconds
+from mgwfbp.units import format_bytes, format_seconds
 
 __all__ = ["plan"]
 
@@ -39,14 +41,22 @@ def plan(
         Literal["json", "torch"],
         typer.Option("--format", help="plan.json, or the sizes that torch's own DDP takes as bucket_cap_mb_list."),
     ] = "json",
+    wire: Wire = None,
+    wire_cost: WireCostFile = None,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
     """Find which gradients to send together and write the plan."""
-    check_not_input(output, [trace, cost])
+    check_not_input(output, [trace, cost, *([wire_cost] if wire_cost else [])])
     chosen = find_planner(planner, planners(bucket_mb, first_bucket_mb))
-    model_trace = load_trace(trace)
-    found = find_plan(model_trace, read_cost(cost, workers, Links(per_node, inside)), chosen)
+    if wire and planner != "optimal":
+        raise typer.BadParameter(f"planner {planner} sends messages as they are; give optimal", param_hint="--wire")
+    if wire and form == "torch":
+        raise typer.BadParameter("torch's DDP has one precision for all messages; give json", param_hint="--format")
+    model_trace, low = load_trace(trace), read_low_cost(wire, wire_cost)
+    both = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
+    talk_of_low_cost(wire, wire_cost)
+    found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)
     if form == "torch":
         _write_caps(found.bucket_cap_mb_list(model_trace), output)
     else:
@@ -56,6 +66,15 @@ def plan(
         f"{found!r}: step {format_seconds(predicted['iteration_s'])}, {format_seconds(predicted['exposed_s'])} of it "
         f"exposed communication; no plan can be below {format_seconds(predicted['lower_bound_s'])}"
     )
+    if wire:
+        talk(_low_words(found, wire, model_trace.grad_bytes))
+
+
+def _low_words(plan: MergePlan, wire: str, all_bytes: int) -> str:
+    """Say how much travels in low precision, and how near that is to the least."""
+    low_bytes, bound = plan.predicted["low_bytes"], plan.predicted["low_bytes_bound"]
+    least = "the least" if low_bytes == bound else f"no plan has less than {format_bytes(bound)}"
+    return f"{format_bytes(low_bytes)} of {format_bytes(all_bytes)} in {wire}: {least} within 1 % of the shortest step"
 
 
 def _write_caps(caps: list[float], output: str | None) -> None:

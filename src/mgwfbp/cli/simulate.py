@@ -1,6 +1,7 @@
 """``mgwfbp simulate``: what N workers would give."""
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -18,9 +19,11 @@ from mgwfbp.cli.options import (
 )
 from mgwfbp.cli.output import print_line, print_table, talk
 from mgwfbp.cli.progress import show_progress
+from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost
+from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import PLANNERS, Planner
+from mgwfbp.planners import PLANNERS, Planner, plan_wire, wire_planner_name
 from mgwfbp.simulate import (
     BASELINES,
     CostSource,
@@ -29,12 +32,13 @@ from mgwfbp.simulate import (
     Scenario,
     Strategy,
     SweepRow,
+    WireCluster,
     find_limits,
     sweep,
 )
 from mgwfbp.simulate.scenario import MAX_JITTER
 from mgwfbp.trace import load_trace
-from mgwfbp.units import format_seconds, printable
+from mgwfbp.units import format_seconds, plural, printable
 
 __all__ = ["print_rows", "simulate", "strategy_of"]
 
@@ -65,6 +69,8 @@ def simulate(
     plan: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="plan.json, simulated as it is; may be repeated.")
     ] = None,
+    wire: Wire = None,
+    wire_cost: WireCostFile = None,
     scale: Annotated[
         str, typer.Option(metavar="X,X,...", help="Computation times this: batch above 1, faster device below.")
     ] = "1",
@@ -108,19 +114,34 @@ def simulate(
     names = ",".join(planner).split(",") if planner else [] if plan else list(PLANNERS)
     chosen = planners(bucket_mb, first_bucket_mb)
     strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
+    if wire:
+        strategies.append(Strategy(wire_planner_name(wire), partial(plan_wire, wire=wire)))
     links = Links(per_node, inside, algorithm, slow_link)
     sources = [links.source(name) for name in network]
     counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
+    low = read_low_cost(wire, wire_cost)
+    if low is not None:
+        sources = [_with_low_cost(sources, counts, low)]
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
     model = load_trace(trace)
+    talk_of_low_cost(wire, wire_cost)
     rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
     if as_json:
         typer.echo(json.dumps([row.to_json() for row in rows], indent=1, allow_nan=False))
         return
     talk(repr(model))
     print_rows(sorted(rows, key=lambda row: [source.name for source in sources].index(row.network)))
-    for finding in find_limits(rows):
+    # What merging gains is said of messages as they are.
+    for finding in find_limits(row for row in rows if not wire or row.planner != wire_planner_name(wire)):
         print_line(str(finding))
+
+
+def _with_low_cost(sources: list[CostSource], counts: list[int], low: LinearCost | PiecewiseCost) -> CostSource:
+    if len(sources) != 1 or set(counts) != {low.workers}:
+        raise typer.BadParameter(
+            f"is of {plural(low.workers, 'worker')}; give one --network, and that number", param_hint="--wire-cost"
+        )
+    return WireCluster(sources[0], low)
 
 
 def _measured_counts(sources: list[CostSource]) -> list[int]:

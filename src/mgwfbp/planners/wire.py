@@ -172,7 +172,7 @@ class _Row:
         # A grid of times for every cut, on the clock that stops, and what is to be paid from each of them on.
         self._first_s = np.append(self._ready[1:], self._ready[-1] - taken_by(cost, int(self._prefix[-1])))
         length_s = self._latest_s - self._taken_s - self._first_s
-        self._step_s = np.maximum(length_s, ROUNDING * deadline_s) / (GRID - 1)
+        self._step_s = np.maximum(length_s, ROUNDING * deadline_s or 1.0) / (GRID - 1)
         self._paid = np.array([self._pay(price) for price in self._prices])
 
     def _find_prices(self) -> Floats:

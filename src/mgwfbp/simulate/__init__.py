@@ -3,7 +3,7 @@
 Planners are passed in as functions; nothing here knows how a plan is made.
 """
 
-from mgwfbp.simulate.cluster import Cluster, CostSource, MeasuredCluster
+from mgwfbp.simulate.cluster import Cluster, CostSource, MeasuredCluster, WireCluster
 from mgwfbp.simulate.findings import Finding, find_crossing, find_limits
 from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
@@ -23,6 +23,7 @@ __all__ = [
     "Simulation",
     "Strategy",
     "SweepRow",
+    "WireCluster",
     "bandwidth_bound_s",
     "find_crossing",
     "find_limit",

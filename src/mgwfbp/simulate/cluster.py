@@ -3,14 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mgwfbp.cost import Cost, LinearCost
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, WireCost
 from mgwfbp.errors import SimulationError
 from mgwfbp.network import Network
 from mgwfbp.record import check_count, check_text
 from mgwfbp.simulate.scenario import check_factors
 from mgwfbp.units import plural, quote
 
-__all__ = ["Cluster", "CostSource", "MeasuredCluster"]
+__all__ = ["Cluster", "CostSource", "MeasuredCluster", "WireCluster"]
 
 
 class CostSource(Protocol):
@@ -132,3 +132,27 @@ class MeasuredCluster:
     def parameter_server_cost(self, workers: int, *, servers: int) -> Cost:  # noqa: ARG002 - as the protocol has it
         """Raise: a measured all-reduce says nothing of a parameter server."""
         raise SimulationError(f"{quote(self.name)} is a measured all-reduce; a parameter server needs a network's link")
+
+
+@dataclass(frozen=True, slots=True)
+class WireCluster:
+    """Workers of whom it was also measured what messages in low precision take."""
+
+    source: CostSource
+    low: LinearCost | PiecewiseCost
+
+    @property
+    def name(self) -> str:
+        """What to call it in a table."""
+        return self.source.name
+
+    def cost(self, workers: int) -> Cost:
+        """Return the cost of both precisions, or raise unless the low one was measured on so many workers."""
+        full = self.source.cost(workers)
+        if not isinstance(full, LinearCost | PiecewiseCost):
+            raise SimulationError(f"{quote(self.name)} has a cost that is neither linear nor piecewise")
+        return WireCost(full, self.low)
+
+    def parameter_server_cost(self, workers: int, *, servers: int) -> Cost:
+        """Return the cost of a push to, and a pull from, ``servers`` parameter servers."""
+        return self.source.parameter_server_cost(workers, servers=servers)

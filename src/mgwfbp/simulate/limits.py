@@ -1,15 +1,14 @@
 """What a step is made of: computation, bandwidth, start-up times, or bytes that overlap with nothing."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 
-from mgwfbp.cost import Cost, taken_by
+from mgwfbp.cost import Cost
 from mgwfbp.simulate.compute import Computation
 
-__all__ = ["NEAR", "Limit", "WithoutStartup", "bandwidth_bound_s", "find_limit"]
+__all__ = ["NEAR", "Limit", "bandwidth_bound_s", "find_limit"]
 
 Limit = Literal["computation", "bandwidth", "start-up", "not overlapped"]
 
@@ -28,32 +27,6 @@ def bandwidth_bound_s(computation: Computation, cost: Cost) -> float:
     later_bytes = list(accumulate(layer.grad_bytes for layer in reversed(layers)))[::-1]
     bytes_s = np.array([cost(num_bytes) - cost(0) for num_bytes in later_bytes])
     return float((computation.ready_s[1:] + bytes_s[:, np.newaxis]).max(axis=0).mean())
-
-
-@dataclass(frozen=True, slots=True)
-class WithoutStartup:
-    """A cost as it would be if start-up times were zero."""
-
-    cost: Cost
-
-    @property
-    def workers(self) -> int:
-        """How many workers take part."""
-        return self.cost.workers
-
-    @property
-    def taken_s(self) -> float:
-        """What a message takes from the computation, as it is."""
-        return taken_by(self.cost, 0)
-
-    @property
-    def taken_per_byte_s(self) -> float:
-        """And for each byte."""
-        return taken_by(self.cost, 1) - taken_by(self.cost, 0)
-
-    def __call__(self, num_bytes: int, /) -> float:
-        """Return what the bytes alone take."""
-        return self.cost(num_bytes) - self.cost(0)
 
 
 def find_limit(iteration_s: float, compute_s: float, bound_s: float, without_startup_s: float) -> Limit:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost
+from mgwfbp.cost import Cost, low_precision_cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_real
@@ -117,22 +117,27 @@ def _clock(ready_s: _Times, work_s: _Times, start_s: _Times, end_s: _Times, cont
     )
 
 
-def send_messages(computation: Computation, cost: Cost, plan: MergePlan, *, overlap: bool = True) -> "Simulation":
-    """Simulate the communication beside a computation that is already drawn."""
+def send_messages(
+    computation: Computation, cost: Cost, plan: MergePlan, *, overlap: bool = True, startup: bool = True
+) -> "Simulation":
+    """Simulate the communication beside a computation that is already drawn; ``startup=False``: T(0) takes nothing."""
     trace, scenario = computation.trace, computation.scenario
     plan.check_covers([layer.name for layer in trace.layers])
     lag_s = np.array([0.0, *lags_s(trace, cost, plan)])[:, np.newaxis] * overlap
     ready_s = computation.ready_s + lag_s
-    startup_s = cost(0)
+    low = low_precision_cost(cost)
     num_steps = ready_s.shape[1]
     starts_s, ends_s, works_s = (np.empty((plan.num_groups, num_steps)) for _ in range(3))
     # Without overlap the link opens only when the last gradient is there; that is all the difference.
     opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
     link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
-    messages = zip(_messages(trace, plan), sent_with(trace, cost, plan), strict=True)
-    for index, ((last, num_bytes), (row, taken_s)) in enumerate(messages):
+    messages = zip(_messages(trace, plan), plan.wires, sent_with(trace, cost, plan), strict=True)
+    for index, ((last, num_bytes), wire, (row, taken_s)) in enumerate(messages):
         sent_s = computation.ready_s[row + 1] + taken_s * overlap
-        link.send(np.maximum(ready_s[last], sent_s), startup_s, cost(num_bytes))
+        startup_s, message_s = ((low(size) if wire else cost(size)) for size in (0, num_bytes))
+        if not startup:
+            startup_s, message_s = 0.0, message_s - startup_s
+        link.send(np.maximum(ready_s[last], sent_s), startup_s, message_s)
         starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
     check_real(float(ends_s[-1].max()), f"the last message's end in a step of {quote(trace.model)}", SimulationError)
     return Simulation(computation, plan, starts_s, ends_s, works_s, lag_s)

@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mgwfbp.cost import Cost
+from mgwfbp.cost import Cost, cheaper_cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_count, check_real
 from mgwfbp.simulate.cluster import CostSource
 from mgwfbp.simulate.compute import draw_computation
-from mgwfbp.simulate.limits import Limit, WithoutStartup, bandwidth_bound_s, find_limit
+from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, send_messages
 from mgwfbp.trace import ModelTrace
@@ -127,8 +127,8 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
 
 
 def _row(network: str, scale: float, strategy: Strategy, result: Simulation, cost: Cost) -> SweepRow:
-    bound_s = bandwidth_bound_s(result.computation, cost)
-    bytes_alone = send_messages(result.computation, WithoutStartup(cost), result.plan, overlap=strategy.overlap)
+    bound_s = bandwidth_bound_s(result.computation, cheaper_cost(cost) if result.plan.wire else cost)
+    bytes_alone = send_messages(result.computation, cost, result.plan, overlap=strategy.overlap, startup=False)
     return SweepRow(
         network=network,
         scale=scale,
