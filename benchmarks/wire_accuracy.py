@@ -10,13 +10,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch import multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
@@ -75,7 +74,7 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         results = context.SimpleQueue()
-        mp.start_processes(partial(work, world=world, port=port, results=results), nprocs=world, start_method="spawn")
+        mp.spawn(work, (world, port, results), nprocs=world)  # type: ignore[attr-defined]  # not exported by name
         while not results.empty():
             wire, kind, _, error, is_same = results.get()
             found.setdefault((wire, kind), {})[world] = (error, is_same)

@@ -36,6 +36,14 @@ def sides() -> dict[str, Any]:
     return {"result": contest(make_case(), STRATEGIES, Schedule(turns=2, steps=1)).to_json()}
 
 
+LOW = ("ddp", "ddp+bf16", "bucket-1+fp16", "optimal+bf16", "auto+bf16", "bf16-hook-1")
+
+
+def low() -> dict[str, Any]:
+    """Strategies that send in low precision."""
+    return {"result": contest(make_case(), LOW, Schedule(turns=1, steps=1)).to_json()}
+
+
 def sent() -> dict[str, Any]:
     """What the Reducer really holds when a strategy is in force, and what a rank's gradients become."""
     case = make_case()
@@ -88,7 +96,7 @@ def servers() -> dict[str, Any]:
 
 def all_scenarios(rank: int, folder: Path) -> None:
     """Do everything in one start; what came of it goes to ``rankN.json``."""
-    result = {scenario.__name__: scenario() for scenario in (turns, servers, sent, sides)}
+    result = {scenario.__name__: scenario() for scenario in (turns, servers, sent, sides, low)}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     # Reducers that wait for the garbage collector would outlive the group, whose threads must not outlive the process.
     gc.collect()

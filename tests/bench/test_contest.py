@@ -10,7 +10,7 @@ from hypothesis import given
 from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, StrategyError, predict
 from mgwfbp.bench.contenders import HOOKED, Contender, Known, Measured, check_strategies, predict_contender
 from mgwfbp.bench.servers import ServerCosts, predict_servers
-from tests.bench.ranks import PLANNED, STRATEGIES, all_scenarios
+from tests.bench.ranks import LOW, PLANNED, STRATEGIES, all_scenarios
 from tests.examples import linear_costs, make_trace, traces
 from tests.train.ranks import started
 
@@ -64,6 +64,22 @@ def test_a_contest_says_which_strategies_sent_the_same_messages_in_the_same_way(
     pairs = [(one, other) for one, other in combinations(groups, 2) if groups[one] == groups[other]]
     assert list(result.source["same_plan"]) == pairs
     assert ("bucket", "ddp") in pairs  # buckets of 25 MiB and torch's own hold this small model in the same way
+
+
+def test_strategies_that_send_in_low_precision_take_part_and_are_predicted_with_what_such_messages_took(
+    ranks: list[Any],
+) -> None:
+    result = BenchResult.from_json(ranks[0]["low"]["result"])
+    assert [one.strategy for one in result.strategies] == list(LOW)
+    wires = {one.strategy: one.plan.wire for one in result.strategies if one.plan is not None}
+    assert wires["ddp"] == wires["bf16-hook-1"] == ()
+    assert set(wires["ddp+bf16"]) == {"bfloat16"}
+    assert set(wires["bucket-1+fp16"]) == {"float16"}
+    assert set(wires["optimal+bf16"]) <= {"", "bfloat16"} >= set(wires["auto+bf16"])
+    assert [one.strategy for one in result.strategies if one.predicted_s is None] == ["bf16-hook-1"]
+    assert result.source["tuning of auto+bf16"]["state"] == "settled"
+    assert result.source["tuning"] is None
+    assert len(result.source["low_cost"]) > 2
 
 
 def test_a_contest_learns_what_messages_and_gradients_take_in_training(ranks: list[Any]) -> None:

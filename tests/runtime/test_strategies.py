@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mgwfbp import LinearCost, ModelTrace, StrategyError, find_plan, load_network
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, StrategyError, find_plan, load_network
 from mgwfbp.runtime.baselines import assign_owners
 from mgwfbp.runtime.strategies import STRATEGIES, parallel, plan_for
 from tests.runtime.launch import run_ranks
@@ -102,6 +102,17 @@ def test_a_message_has_one_dtype_and_a_sparse_gradient_travels_alone(strategy: s
     assert ("embedding.weight",) in plan_for(Sparse(), strategy).groups
 
 
+def test_a_strategys_name_may_end_with_the_precision_in_which_it_sends() -> None:
+    plan = plan_for(Mlp(), "wfbp+bf16")
+    assert set(plan.wire) == {"bfloat16"}
+    assert (plan.groups, plan.planner) == (plan_for(Mlp(), "wfbp").groups, "wfbp+bf16")
+    layers = tuple(LayerTrace(name, 0.0, 4 * one.numel()) for name, one in reversed(list(Mlp().named_parameters())))
+    trace, cost = ModelTrace("Mlp", 0.0, layers), LinearCost(2, 1e-6, 1e-6)
+    assert plan_for(Mlp(), "optimal+fp16", trace=trace, cost=cost).wire == ("float16",)  # nothing hides anything
+    hidden = ModelTrace("Mlp", 1e6, layers)
+    assert plan_for(Mlp(), "optimal+fp16", trace=hidden, cost=cost).wire == ()
+
+
 def test_buckets_are_as_large_as_their_name_says() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))  # a quarter of a MiB each
     assert plan_for(model, "bucket-0.5").group_sizes == (2, 2, 2, 2, 2)
@@ -115,7 +126,23 @@ def test_a_timed_strategy_without_trace_or_cost_is_an_error() -> None:
         parallel(Mlp(), "mgwfbp", cost=load_network("10GbE").cost(workers=2))
 
 
-@pytest.mark.parametrize("name", ["", "horovod", "bucket-", "bucket-0", "bucket-nan", "bucket-inf", "bucket--5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "horovod",
+        "ddp+int8",
+        "naive+bf16",
+        "ps+bf16",
+        "horovod+bf16",
+        "+bf16",
+        "bucket-",
+        "bucket-0",
+        "bucket-nan",
+        "bucket-inf",
+        "bucket--5",
+    ],
+)
 def test_an_unknown_strategy_is_an_error_that_lists_those_there_are(name: str) -> None:
     with pytest.raises(StrategyError, match="is unknown, expected one of auto, ddp, naive, wfbp"):
         parallel(Mlp(), name)

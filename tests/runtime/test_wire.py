@@ -18,7 +18,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_a_gradient_is_converted_summed_in_fp32_and_converted_and_all_ranks_have_the_same(ranks: list[Any]) -> None:
     for found in (told["modes"] for told in ranks):
-        assert len(found) == 8
+        assert len(found) == 9
         for name, steps in found.items():
             for step in steps:
                 assert step["low"] > 0, name

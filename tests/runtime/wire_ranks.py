@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import mgwfbp.runtime.wire
 from mgwfbp import DistributedDataParallel, LinearCost, MergePlan, MgwfbpError
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
@@ -81,6 +82,7 @@ def modes() -> dict[str, Any]:
     ways: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "plain": (Mlp, {}, "bfloat16"),
         "float16": (Mlp, {}, "float16"),
+        "blocks": (Mlp, {}, "bfloat16"),
         "views": (Mlp, {"gradient_as_bucket_view": True}, "bfloat16"),
         "static": (Mlp, {"static_graph": True}, "bfloat16"),
         "unused": (lambda: Shared(unused=True), {"find_unused_parameters": True}, "bfloat16"),
@@ -90,6 +92,7 @@ def modes() -> dict[str, Any]:
     }
     result: dict[str, Any] = {}
     for name, (make, arguments, wire) in ways.items():
+        mgwfbp.runtime.wire.BLOCK = 10 if name == "blocks" else 2**19
         torch.manual_seed(3)
         module = make()
         plan = mixed_plan(module, wire, 1 if name in ("dtypes", "halves", "sparse") else 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
-from mgwfbp import LinearCost, MergePlan, TrainError, TrainingRun, load_cost, load_trace
+from mgwfbp import LinearCost, MergePlan, PlanError, StrategyError, TrainError, TrainingRun, load_cost, load_trace
 from mgwfbp.train.batches import Batches
 from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.config import TrainConfig
@@ -25,6 +25,7 @@ from mgwfbp.train.rng import seed_rng
 from mgwfbp.train.sampler import TrainBatches, ValidBatches
 from mgwfbp.train.schedule import learning_rate
 from mgwfbp.train.seeds import mixed_seed
+from mgwfbp.train.strategy import check_strategy
 from tests.train.ranks import equal, logged_step, said, started, train, train_to_end, wait_until, weights
 
 CPU = torch.device("cpu")
@@ -284,3 +285,50 @@ def test_ten_steps_are_observed_and_their_exposed_communication_is_logged(planne
     assert [message.layers for message in planned.predicted.messages] == list(planned.plan.groups)
     assert planned.steps[0].exposed_s is None
     assert planned.steps[-1].exposed_s == planned.timeline.exposed_s
+
+
+def test_runs_whose_messages_travel_in_low_precision_learn_keep_that_and_go_on_bitwise(tmp_path: Path) -> None:
+    config = replace(TINY, strategy="ddp+bf16")
+    whole = train_to_end(config, tmp_path / "whole")
+    assert whole.plan is not None
+    assert set(whole.plan.wire) == {"bfloat16"}
+    assert whole.results is not None
+    assert whole.results.top1 > 0.9
+    in_steps = replace(config, schedule="step")  # whose rate does not depend on the length of the run
+    first = train_to_end(replace(in_steps, epochs=1), tmp_path / "steps")
+    assert first.plan == whole.plan
+    longer = train_to_end(in_steps, tmp_path / "steps", resume=True)
+    straight = train_to_end(in_steps, tmp_path / "straight")
+    assert equal(weights(longer.folder), weights(straight.folder))
+
+
+def test_a_planner_chooses_what_travels_in_low_precision_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    LinearCost(2, 1e-6, 1e-3).save(tmp_path / "cost.json")  # a link so slow that every byte counts
+    config = replace(PLAIN, strategy="optimal", wire="float16", cost=str(tmp_path / "cost.json"), epochs=1)
+    before = train_to_end(config, tmp_path / "run")
+    assert before.plan is not None
+    assert "float16" in before.plan.wire
+    after = train_to_end(replace(config, epochs=2), tmp_path / "run", resume=True)
+    assert after.plan == before.plan
+    plan = str(tmp_path / "plan.json")
+    before.plan.save(plan)
+    given = train_to_end(replace(PLAIN, strategy=plan, wire="float16", epochs=1), tmp_path / "given")
+    assert given.plan is not None
+    assert given.plan.messages == before.plan.messages
+
+
+def test_precisions_that_a_strategy_cannot_have_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    plan = MergePlan("tiny", "by hand", (("a",),), wire=("bfloat16",))
+    plan.save(tmp_path / "plan.json")
+    for strategy, wire, words in (
+        ("wfbp", "bfloat16", "with 'wfbp\\+bf16' all its messages travel so"),
+        ("auto+bf16", "bfloat16", "both name a precision"),
+    ):
+        with pytest.raises(TrainError, match=words):
+            check_strategy(replace(TINY, strategy=strategy, wire=wire), num_classes=10, channels=1)  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="'naive\\+bf16' is unknown"):
+        check_strategy(replace(TINY, strategy="naive+bf16"), num_classes=10, channels=1)
+    names = tuple(name for name, _ in build_model(TINY.model, num_classes=10, channels=1).named_parameters())
+    replace(plan, groups=(names,)).save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="the model was made without wire="):
+        check_strategy(replace(TINY, strategy=str(tmp_path / "plan.json")), num_classes=10, channels=1)

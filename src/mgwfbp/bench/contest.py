@@ -171,6 +171,8 @@ def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> di
     """Return a measured timeline of every strategy, this rank's."""
     seen = {}
     for contender in contenders:
+        if hook_mib(contender.strategy) is not None:  # torch's own, which is not ours to observe
+            continue
         timeline = observe(arena, contender, WATCHED_STEPS).timeline
         seen[contender.strategy] = after_backward(timeline) if contender.strategy == "naive" else timeline
         heard.on_steps(1 + WATCHED_STEPS)

@@ -48,6 +48,8 @@ DELAY_SHARE = 0.5
 # How far an observation reaches, to sizes smaller or larger by about this factor, and how many observations it takes to
 # be believed rather than the line through all of them.
 REACH, BELIEVED = 2.0, 3.0
+# So many observations of one size that agree within this part count up to so many times where the line is far off them.
+AGREE, SCATTER, MOST = 3, 0.05, 10.0
 # The line is taken to be off by no less than this, however near the few sizes that were observed are to it.
 LEAST_OFF = 0.02
 # What a launch takes from the computation on hosts we know (20 to 250 us), and what bytes take of the time that they
@@ -297,10 +299,12 @@ def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: Piecewi
     .. math:: \ln\frac{C(M)}{B(M)} = \frac{\sum_i w_i \ln(t_i / B(m_i))}{n_0 + \sum_i w_i}, \qquad
               w_i = n_i \exp\!\Big(-\frac{\ln^2(M/m_i)}{2 \ln^2 2}\Big)
 
-    with :math:`n_0` `BELIEVED`: one late message must not speak for all of its size. The result is the nearest to that
-    which never falls. ``source["under_load"]`` holds the observed medians, ``source["fit"]`` how far the result is from
-    them, and ``source["spread"]`` how far each point may be off: what observations are typically off the line, the less
-    the more of them are near, :math:`\sigma / \sqrt{1 + \sum_i w_i / n_0}`.
+    with :math:`n_0` `BELIEVED`: one late message must not speak for all of its size. Three or more that agree may where
+    the line is no guide: they count :math:`\sigma^2/s^2` times (1 to `MOST`), where sizes are off the line by
+    :math:`\sigma` and these scatter by s. The result is the nearest to that which never falls. ``source["under_load"]``
+    holds the observed medians, ``source["fit"]`` how far the result is from them, and ``source["spread"]`` how far each
+    point may be off: what observations are typically off the line, the less the more of them are near,
+    :math:`\sigma / \sqrt{1 + \sum_i w_i / n_0}`.
 
     >>> swept = PiecewiseCost(2, ((0, 1.0), (1000, 2.0), (10**6, 1001.0)))
     >>> learnt = learn_cost({0: [11.0] * 9, 1000: [12.0] * 8 + [60.0], 10**6: [1011.0] * 9}, 2, swept)
@@ -322,15 +326,16 @@ def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: Piecewi
     line_s = np.maximum(delay_s + ratio * np.array([shape(size) for size in grid]), SHORTEST_S)
     # From each size of the grid (rows) to each that was observed.
     distances = np.log(np.maximum(1, grid)[:, np.newaxis] / np.maximum(1, sizes)) / math.log(REACH)
-    weights = counts * np.exp(-(distances**2) / 2)
     missed = np.log(observed_s / np.maximum(delay_s + ratio * shape_s, SHORTEST_S))
+    off = max(LEAST_OFF, math.sqrt(float(np.average(missed**2, weights=counts))))
+    agreement = np.array([_agreement(seen[size], off) for size in sizes])
+    weights = counts * agreement * np.exp(-(distances**2) / 2)
     corrections = (weights @ missed) / (BELIEVED + weights.sum(axis=1))
     times_s = never_falling(np.maximum(line_s * np.exp(corrections), SHORTEST_S), BELIEVED + weights.sum(axis=1))
     largest, largest_s = grid[-1], float(times_s[-1])
     beyond = (BEYOND * largest, largest_s + ratio * (shape(BEYOND * largest) - shape(largest)))
     cost = PiecewiseCost(workers, (*zip(grid, times_s.tolist(), strict=True), beyond))
     observed = observed_s.tolist()
-    off = max(LEAST_OFF, math.sqrt(float(np.average(missed**2, weights=counts))))
     spread = (off / np.sqrt(1 + weights.sum(axis=1) / BELIEVED)).tolist()
     source = {
         "under_load": list(zip(sizes, observed, strict=True)),
@@ -338,6 +343,19 @@ def learn_cost(seen: Mapping[int, Sequence[float]], workers: int, swept: Piecewi
         "spread": [*spread, off],
     }
     return replace(cost, source={**(swept.source if swept else {"measured": "observed in training"}), **source})
+
+
+def _agreement(times_s: Sequence[float], off: float) -> float:
+    """Return how many times observations of one size count, where sizes are typically off the line by this part.
+
+    >>> _agreement([1.0, 1.0], 0.5), _agreement([1.0, 1.0, 1.0], 0.5), _agreement([1.0, 1.5, 2.0], 0.2)
+    (1.0, 10.0, 1.0)
+    """
+    if len(times_s) < AGREE:
+        return 1.0
+    middle_s = max(median(times_s), SHORTEST_S)
+    scatter = 1.5 * median(abs(math.log(max(time_s, SHORTEST_S) / middle_s)) for time_s in times_s)
+    return min(MOST, max(1.0, (off / max(scatter, SCATTER)) ** 2))
 
 
 def learn_taken(cost: PiecewiseCost, observed: Iterable[tuple[Sequence[int], Sequence[float]]]) -> PiecewiseCost:

@@ -32,6 +32,9 @@ __all__ = ["WireGroup", "average_in", "cannot_wire", "check_wire", "dtype_of"]
 
 Job = Callable[[], None]
 
+# On a CPU messages are converted, sent and summed in blocks of so many numbers.
+BLOCK = 2**19
+
 
 def dtype_of(wire: str) -> torch.dtype:
     """Return the dtype that a plan's word for a precision stands for.
@@ -58,23 +61,70 @@ def cannot_wire(ddp: Any) -> str:
 
 
 def average_in(dtype: torch.dtype, message: Tensor, group: Any) -> None:
-    """Sum a message over ranks, in place, as [Note: how a message travels in low precision] says; waits as nccl does.
+    """Sum a message over ranks, in place, as [Note: how a message travels in low precision] says.
+
+    On a CPU it waits until the message has arrived; on a GPU everything is queued on the current stream.
 
     Args:
         dtype: the precision in which it travels, of 16 bits.
         message: this rank's, already divided by the number of ranks.
         group: the ranks.
     """
-    world, count = group.size(), message.numel()
-    piece = -(-count // world)
-    low = message.new_empty(world * piece, dtype=dtype)
-    low[:count].copy_(message)
-    low[count:].zero_()
+    if not message.is_cuda:
+        _average_on_host(dtype, message, group)
+        return
+    low = _lowered(message, dtype, group.size())
     received = torch.empty_like(low)
     dist.all_to_all_single(received.view(torch.uint8), low.view(torch.uint8), group=group)
-    mine = received.view(world, piece).sum(dim=0, dtype=torch.float32).to(dtype)
-    dist.all_gather_into_tensor(low.view(torch.uint8), mine.view(torch.uint8), group=group)
-    message.copy_(low[:count])
+    dist.all_gather_into_tensor(low.view(torch.uint8), _summed(received).view(torch.uint8), group=group)
+    message.copy_(low.flatten()[: message.numel()])
+
+
+def _average_on_host(dtype: torch.dtype, message: Tensor, group: Any) -> None:
+    """Do it block by block, so that one is converted and summed while others are on the link.
+
+    With sends and receives, all posted at once: gloo's own all-to-all leaves the link idle half of the time
+    (benchmarks/wire.md).
+    """
+    under_way = []
+    for place, block in enumerate(message.split(BLOCK)):
+        low = _lowered(block, dtype, group.size())
+        received = torch.empty_like(low)
+        under_way.append((block, low, received, _exchange(received, low, group, 2 * place)))
+    gathers = []
+    for place, (_, low, received, works) in enumerate(under_way):
+        _wait(works)
+        gathers.append(_exchange(low, _summed(received).expand_as(low), group, 2 * place + 1))
+    for (block, low, _, _), works in zip(under_way, gathers, strict=True):
+        _wait(works)
+        block.copy_(low.flatten()[: block.numel()])
+
+
+def _lowered(message: Tensor, dtype: torch.dtype, world: int) -> Tensor:
+    """Return a message in low precision, a row for each rank; what is missing in the last is 0."""
+    count = message.numel()
+    low = message.new_empty(world, -(-count // world), dtype=dtype)
+    low.flatten()[:count].copy_(message)
+    low.flatten()[count:].zero_()
+    return low
+
+
+def _summed(rows: Tensor) -> Tensor:
+    return rows.sum(dim=0, dtype=torch.float32).to(rows.dtype)
+
+
+def _exchange(received: Tensor, sent: Tensor, group: Any, tag: int) -> list[Any]:
+    """Begin to send a row to every rank and to receive one from each; return what must be waited for."""
+    rank, world = group.rank(), group.size()
+    received[rank].copy_(sent[rank])
+    others = [(rank + shift) % world for shift in range(1, world)]
+    works = [group.recv([received[other].view(torch.uint8)], other, tag) for other in reversed(others)]
+    return works + [group.send([sent[other].view(torch.uint8)], other, tag) for other in others]
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 class WireGroup(StandInGroup):
