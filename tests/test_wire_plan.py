@@ -104,7 +104,7 @@ def test_any_cost_of_low_precision_is_planned_as_exhaustive_search_does(
     check_against_all_plans(trace, cost, tolerance)
 
 
-@given(small_traces, two_precisions)
+@given(traces(max_layers=5), two_precisions)
 @settings(max_examples=30)
 def test_the_bound_of_both_precisions_holds_for_every_plan(trace: ModelTrace, cost: WireCost) -> None:
     bound_s = lower_bound_s(trace, cheaper_cost(cost))
@@ -117,7 +117,7 @@ def test_the_bound_of_both_precisions_holds_for_every_plan(trace: ModelTrace, co
 
 
 # With no state kept at all the bound is that of the price of a second alone.
-@given(traces(max_layers=6), st.one_of(two_precisions, measured), tolerances, st.sampled_from([0, 0, 1, 2]))
+@given(traces(max_layers=5), st.one_of(two_precisions, measured), tolerances, st.sampled_from([0, 0, 1, 2]))
 @settings(max_examples=80)
 def test_what_is_thinned_out_leaves_a_bound_that_holds(
     trace: ModelTrace, cost: Cost, tolerance: float, width: int
