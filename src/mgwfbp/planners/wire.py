@@ -5,9 +5,8 @@ A message of gradients i+1..j, behind n others, ends at
 
     F' = max(F, r_j + h n + g P_i) + T(P_j - P_i)        or with T_low in the place of T
 
-Of what came before it, it is enough to know the end F of the link, the bytes W in low precision, and n where h > 0. Of
-two states at a cut one is dropped that has no earlier F and no smaller W than another with as many messages, or with
-fewer on the clock that stops ([Note: a clock that stops] in ``counted.py``): whatever follows both, the other stays
+Of what came before it, it is enough to know the end F of the link, the bytes W in low precision, and n. Of two states
+at a cut one is dropped that is smaller than the other in none of the three: whatever follows both, the other stays
 ahead. F is lifted to the moment at which the next gradient is ready, since nothing starts before it.
 
 What remains is a front, and it can be exponentially long: this is a knapsack. So states are dropped
@@ -20,7 +19,8 @@ What remains is a front, and it can be exponentially long: this is a knapsack. S
 
 [Note: the price of a second]
 Let a second cost so many bytes, lambda, and let V(i, G) be the least that the messages after cut i cost together, the
-end of the step being paid for from D on. On the clock that stops, where T' = T - h - g m,
+end of the step being paid for from D on. On the clock that stops ([Note: a clock that stops] in ``counted.py``), where
+G = F - h n - g P_i and T' = T - h - g m,
 
     V(i, G) = min over j > i and both T of  [m if low] + lambda h + V(j, max(G, r_j) + T'(m)),    m = P_j - P_i
     V(L, G) = lambda (G + g P_L - D)
@@ -58,8 +58,9 @@ __all__ = ["DEFAULT_TOLERANCE", "plan_wire", "wire_planner_name"]
 # Which part longer than the shortest the step may be.
 DEFAULT_TOLERANCE = 0.01
 
-# States kept for every cut: to find some plan, and then the best.
-NARROW, WIDTH = 64, 4096
+# States kept for every cut: to find some plan, and then the best; of models with many gradients fewer, so that no more
+# than `MOST_REACHED` messages are tried from them. More of them are seldom needed, and then gain some hundred bytes.
+NARROW, WIDTH, MOST_REACHED = 16, 1024, 2**27
 # How many prices of a second are tried, and at how many moments for every cut.
 PRICES, GRID = 4, 32
 
@@ -116,9 +117,8 @@ def plan_wire(
     if predict(trace, cost, plain).iteration_s <= deadline_s:
         return replace(plain, planner=planner, predicted={"low_bytes": 0, "low_bytes_bound": 0})
     row = _Row(trace, cost, deadline_s)
-    found = row.fastest(fastest.group_sizes)
-    found = row.search(NARROW, found)
-    found = row.search(WIDTH, found)
+    found = row.search(NARROW, row.fastest(fastest.group_sizes))
+    found = row.search(max(NARROW, min(WIDTH, MOST_REACHED // len(trace.layers) ** 2)), found)
     sizes = [end - start for start, end in pairwise(found.cuts)]
     return replace(
         MergePlan.of_sizes(trace, sizes, planner=planner),
@@ -299,13 +299,12 @@ class _Row:
 
     def _front(self, states: _States) -> _Places:
         """Return the places of states that no other is ahead of, [Note: the front]."""
-        low_bytes, messages = states.low_bytes, states.messages
-        clock_s = states.free_s - self._launch_s * messages
+        free_s, low_bytes, messages = states.free_s, states.low_bytes, states.messages
         fewer = np.array([], dtype=np.intp)  # the front of states with no more messages
         kept = [fewer]
         for number in np.unique(messages).tolist():
             some = np.concatenate([fewer, np.flatnonzero(messages == number)])
-            order = some[np.lexsort((messages[some], low_bytes[some], clock_s[some]))]
+            order = some[np.lexsort((messages[some], low_bytes[some], free_s[some]))]
             least = np.minimum.accumulate(low_bytes[order])
             fewer = order[np.append(True, least[1:] < least[:-1])]
             kept.append(fewer[messages[fewer] == number])
