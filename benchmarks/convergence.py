@@ -23,6 +23,7 @@ def train(folder: Path, *, strategy: str, seed: int, workers: int, epochs: int) 
     """Run ``mgwfbp train`` and return what came of it."""
     command = [sys.executable, "-m", "mgwfbp", "train", "--strategy", strategy, "--seed", str(seed)]
     command += ["--workers", str(workers), "--epochs", str(epochs), "--no-tensorboard", "--output", str(folder)]
+    command += ["--wire", "bfloat16"] if strategy.endswith(".json") else []  # a plan may send in it
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # noqa: S603
     run = TrainingRun.load(folder)
     assert run.results is not None

@@ -197,6 +197,11 @@ class MergePlan(Record):
             PlanError: where the plan is for other gradients, or torch cannot be told these messages.
         """
         self.check_covers([layer.name for layer in trace.layers])
+        if self.wire:
+            raise PlanError(
+                "the plan sends messages in low precision, which torch's DDP cannot be told: give it to "
+                "mgwfbp.DistributedDataParallel(wire=...) instead"
+            )
         caps, taken = [], 0
         for number, group in enumerate(self.groups, 1):
             layers = trace.layers[taken : taken + len(group)]
