@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
-from mgwfbp import MergePlan
+from mgwfbp import DistributedDataParallel, MergePlan
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
+from tests.runtime.wire_ranks import by_hand
 
 WIDTH, DEPTH, STEPS = 1024, 3, 4  # gradients of 4 MiB: a message takes long enough to be missed
 
@@ -60,6 +62,32 @@ def observed(strategy: str) -> dict[str, Any]:
     return {"messages": len(timeline.messages), "seconds": seconds}
 
 
+def low_precision(wire: str) -> dict[str, Any]:
+    """Gradients of messages of which every second travels in low precision, beside those worked out by hand."""
+    module = build()
+    plan = make_plan(module, 2)
+    plan = replace(plan, wire=tuple(wire if place % 2 else "" for place in range(plan.num_groups)))
+    model = DistributedDataParallel(module, plan=plan, wire=wire)
+    low = {name for group, one in zip(plan.groups, plan.wires, strict=True) if one for name in group}
+    wrong = 0
+    for step in range(STEPS):
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())).cuda()
+        with model.no_sync():
+            model.zero_grad()
+            model(x).square().mean().backward()
+        mine = {name: one.grad.cpu() for name, one in module.named_parameters() if one.grad is not None}
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for name in low:
+            grad = module.get_parameter(name).grad
+            assert grad is not None
+            expected = by_hand([theirs[name] for theirs in everybody], wire).to(grad.dtype)
+            wrong += not torch.equal(grad.cpu(), expected)
+    return {"low": len(low), "wrong": wrong}
+
+
 def main() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0), timeout=timedelta(seconds=60))
@@ -68,6 +96,7 @@ def main() -> None:
     found["auto"] = distance(partial(parallel, strategy="auto"), steps=120)
     plan = make_plan(build(), 2)
     found["compiled"] = distance(partial(compiled, plan=plan))
+    found["low precision"] = {wire: low_precision(wire) for wire in ("bfloat16", "float16")}
     found["observed"] = {name: observed(name) for name in ("naive", "ps", "wfbp")}
     found["bytes"] = sum(parameter.nbytes for parameter in build().parameters())
     Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -35,6 +35,13 @@ def test_training_ends_where_torchs_class_ends(ranks: list[Any], strategy: str) 
     assert [found[strategy] for found in ranks if not found[strategy] <= allowed] == []
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_messages_in_low_precision_are_what_is_worked_out_by_hand(ranks: list[Any], wire: str) -> None:
+    for found in ranks:
+        assert found["low precision"][wire]["low"] > 0
+        assert found["low precision"][wire]["wrong"] == 0
+
+
 @pytest.mark.parametrize(("strategy", "messages"), [("naive", 6), ("ps", 6), ("wfbp", 6)])
 def test_messages_are_not_seen_to_be_faster_than_the_link(ranks: list[Any], strategy: str, messages: int) -> None:
     for found in ranks:

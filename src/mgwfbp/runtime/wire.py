@@ -75,9 +75,15 @@ def average_in(dtype: torch.dtype, message: Tensor, group: Any) -> None:
         return
     low = _lowered(message, dtype, group.size())
     received = torch.empty_like(low)
-    dist.all_to_all_single(received.view(torch.uint8), low.view(torch.uint8), group=group)
-    dist.all_gather_into_tensor(low.view(torch.uint8), _summed(received).view(torch.uint8), group=group)
+    # Asynchronous calls run on nccl's own stream in every torch, behind the messages before them.
+    _queue(dist.all_to_all_single, received, low, group)
+    _queue(dist.all_gather_into_tensor, low, _summed(received), group)
     message.copy_(low.flatten()[: message.numel()])
+
+
+def _queue(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:
+    """Let the current stream wait for a collective over bytes."""
+    collective(received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True).wait()
 
 
 def _average_on_host(dtype: torch.dtype, message: Tensor, group: Any) -> None:
