@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from mgwfbp.cost import Cost, cheaper_cost, full_precision_cost, low_precision_cost, taken_by
 from mgwfbp.errors import PlanError
-from mgwfbp.plan import WIRES, MergePlan
+from mgwfbp.plan import SHORT_WIRES, WIRES, MergePlan
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.slack import ROUNDING, TIE, Floats, vectorized
 from mgwfbp.record import check_real
@@ -76,7 +76,7 @@ def wire_planner_name(wire: str) -> str:
     """
     if wire not in WIRES:
         raise PlanError(f"wire is {quote(wire)}, expected one of {', '.join(WIRES)}")
-    return f"optimal+{wire.replace('bfloat', 'bf').replace('float', 'fp')}"
+    return f"optimal+{SHORT_WIRES[wire]}"
 
 
 def plan_wire(
