@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import PlanError
+from mgwfbp.runtime.gloo import group_timeout
 from mgwfbp.runtime.stand_ins import StandInGroup
 
 __all__ = ["WireGroup", "average_in", "cannot_wire", "check_wire", "dtype_of"]
@@ -182,8 +183,8 @@ class _Thread:
 
     def __init__(self, group: Any) -> None:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        ranks = dist.get_process_group_ranks(group)
-        self._group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
+        self._group: Any = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
         # It waits in C++ when the interpreter ends, and must not keep it from ending.
         threading.Thread(target=_work, args=(self._jobs,), name="mgwfbp: messages", daemon=True).start()
 
