@@ -229,6 +229,20 @@ def test_the_plan_of_both_precisions_stands_beside_the_others(folder: Path, caps
     assert shown.err == ""
 
 
+def test_a_run_whose_tuner_learnt_the_cost_is_planned_with_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "run", "--wire", "bfloat16"]) == 0
+    assert "half the bytes" in capsys.readouterr().err
+    low = replace(measured_cost(2), points=((0, 1e-4), (10**7, 2e-3)))
+    tuning = {"format": "mgwfbp.tuning/1", "state": "settled", "low_cost": low.to_json()}
+    (folder / "run" / "tuning.json").write_text(json.dumps(tuning))
+    assert run(["report", "run", "--wire", "bfloat16"]) == 0
+    shown = capsys.readouterr()
+    both = WireCost(measured_cost(2), low)
+    step = predict(TRACE, both, plan_wire(TRACE, both))
+    assert f"step {format_seconds(step.iteration_s)}, exposed" in shown.out.partition("optimal+bf16, predicted")[2]
+    assert shown.err == ""
+
+
 def test_curves_over_workers_have_the_plan_of_both_precisions_unless_its_cost_was_measured(folder: Path) -> None:
     command = ["report", "trace.json", "10gbe", "--workers", "4", "--wire", "bfloat16", "-o", "page.html"]
     counted = []

@@ -34,6 +34,7 @@ from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
 from mgwfbp.report.perfetto import timelines_of, to_perfetto
 from mgwfbp.report.text import draw_case
 from mgwfbp.report.words import summarize_runs, summarize_scaling
+from mgwfbp.run import TrainingRun
 from mgwfbp.units import plural, printable
 
 __all__ = ["report"]
@@ -108,10 +109,13 @@ def report(
     everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
     given = _with_low_cost(given, counts, read_low_cost(wire, wire_cost))
     if wire is not None:
-        if not _plans(given) or figure not in (None, "timelines"):
+        runs = _planned_runs(given)
+        has_trace = bool(given.traces and (given.costs or given.networks))
+        if not (has_trace or runs) or figure not in (None, "timelines"):
             missing = "nothing is planned here: give a trace and a cost, or a trace and a network with --workers"
             raise typer.BadParameter(missing, param_hint="--wire")
-        talk_of_low_cost(wire, wire_cost)
+        if has_trace or any("low_cost" not in (run.tuning or {}) for run in runs):  # a run's tuner may have learnt it
+            talk_of_low_cost(wire, wire_cost)
         everyone[wire_planner_name(wire)] = partial(plan_wire, wire=wire)
     if chosen == "html":
         heading = None if title is None else printable(title)
@@ -134,17 +138,16 @@ def _on_nodes(given: Inputs, counts: Sequence[int], links: Links) -> Inputs:
     return replace(given, networks=(), costs=(*given.costs, *costs))
 
 
-def _plans(given: Inputs) -> bool:
-    """Whether there is anything to plan for."""
-    runs = [run for _, run in given.runs if run.trace is not None and run.cost is not None]
-    return bool(given.traces and (given.costs or given.networks)) or bool(runs)
+def _planned_runs(given: Inputs) -> list[TrainingRun]:
+    """Return the training runs that can be planned for: they know when gradients are ready and what messages cost."""
+    return [run for _, run in given.runs if run.trace is not None and run.cost is not None]
 
 
 def _with_low_cost(given: Inputs, counts: Sequence[int], low: LinearCost | PiecewiseCost | None) -> Inputs:
     """Add the cost of messages in low precision, which must be of as many workers as all that is planned for."""
     if low is None:
         return given
-    run_costs = [run.cost for _, run in given.runs if run.trace is not None and run.cost is not None]
+    run_costs = [run.cost for run in _planned_runs(given) if run.cost is not None]
     planned = {cost.workers for cost in (*(cost for _, cost in given.costs), *run_costs)}
     planned |= set(counts) if given.networks else set()
     if others := planned - {low.workers}:
