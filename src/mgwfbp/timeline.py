@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from mgwfbp.cost import Cost, cheapest_s, low_precision_cost, taken_by
 from mgwfbp.errors import CostError, FormatError, TimelineError
 from mgwfbp.network import Network
-from mgwfbp.plan import MergePlan
+from mgwfbp.plan import WIRES, MergePlan
 from mgwfbp.record import Fields, Record, check_count, check_items, check_real, check_text
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural, quote
@@ -34,6 +34,7 @@ class Span:
     ready_s: float  # when it could have started, had the processor or the link been free
     start_s: float
     end_s: float
+    wire: str = ""  # the low precision that a message travels in, "" for that of its gradients
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", check_items(self.layers, str, "layers", TimelineError))
@@ -41,6 +42,8 @@ class Span:
         what = f"span of {quote(self.layers)}"
         for name in ("ready_s", "start_s", "end_s"):
             object.__setattr__(self, name, check_real(getattr(self, name), f"{what}: {name}", TimelineError))
+        if self.wire not in ("", *WIRES):
+            raise TimelineError(f"{what}: wire is {quote(self.wire)}, expected one of {', '.join(WIRES)}")
         if not self.ready_s <= self.start_s <= self.end_s:
             raise TimelineError(
                 f"{what}: ready {self.ready_s}, start {self.start_s}, end {self.end_s}, expected them in this order"
@@ -113,6 +116,21 @@ class Timeline(Record):
     def communication_s(self) -> float:
         """How long the link is busy: t_c."""
         return sum(message.duration_s for message in self.messages)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the gradients of all messages."""
+        return sum(message.num_bytes for message in self.messages)
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of those gradients that travel in low precision."""
+        return sum(message.num_bytes for message in self.messages if message.wire)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a set of gradients as they travel: half of those in low precision."""
+        return self.grad_bytes - self.low_bytes // 2
 
     @property
     def iteration_s(self) -> float:
@@ -189,11 +207,12 @@ def _span_json(span: Span) -> dict[str, Any]:
         "ready_s": span.ready_s,
         "start_s": span.start_s,
         "end_s": span.end_s,
+        **({"wire": span.wire} if span.wire else {}),
     }
 
 
 def _span(fields: Fields) -> Span:
-    values = [fields[name] for name in ("num_bytes", "ready_s", "start_s", "end_s")]
+    values = [*(fields[name] for name in ("num_bytes", "ready_s", "start_s", "end_s")), fields.get("wire", "")]
     try:
         return Span(tuple(fields.items("layers")), *values)
     except TimelineError as error:
@@ -250,7 +269,7 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
         group_bytes = sum(trace.layers[row].grad_bytes for row in rows)
         start_s = max(link_free_s, group_ready_s, alone_s[sent_row] + taken_s)
         link_free_s = start_s + _duration_s(low if wire else cost, group_bytes)
-        messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s))
+        messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s, wire))
     return _timeline(trace, cost.workers, plan.planner, messages, lags)
 
 

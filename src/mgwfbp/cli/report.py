@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,10 +21,12 @@ from mgwfbp.cli.options import (
     worker_counts,
 )
 from mgwfbp.cli.output import check_not_input, talk
+from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost
+from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import FileError, ReportError
 from mgwfbp.files import show_path, write_bytes, write_text
 from mgwfbp.network import PRESETS, load_network
-from mgwfbp.planners import PLANNERS, Planner
+from mgwfbp.planners import PLANNERS, Planner, plan_wire, wire_planner_name
 from mgwfbp.report.inputs import Inputs, load_inputs
 from mgwfbp.report.matching import find_cases
 from mgwfbp.report.page import build_page
@@ -31,7 +34,8 @@ from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
 from mgwfbp.report.perfetto import timelines_of, to_perfetto
 from mgwfbp.report.text import draw_case
 from mgwfbp.report.words import summarize_runs, summarize_scaling
-from mgwfbp.units import printable
+from mgwfbp.run import TrainingRun
+from mgwfbp.units import plural, printable
 
 __all__ = ["report"]
 
@@ -83,6 +87,8 @@ def report(
         list[str] | None,
         typer.Option(metavar="NAME,...", help=f"Whose plans to predict, if not all: any of {', '.join(PLANNERS)}."),
     ] = None,
+    wire: Wire = None,
+    wire_cost: WireCostFile = None,
     title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
@@ -92,7 +98,7 @@ def report(
     if figure is not None and (chosen not in ("png", "svg", "pdf") or figure not in _FIGURE_NAMES):
         wanted = "1 to 9, timelines or all, with --format png, svg or pdf"
         raise typer.BadParameter(f"{figure!r} with format {chosen}, expected {wanted}", param_hint="--figure")
-    check_not_input(output, inputs or ())
+    check_not_input(output, [*(inputs or ()), *([wire_cost] if wire_cost is not None else [])])
     given = load_inputs(inputs or ())
     named = tuple((name, load_network(name)) for name in network or ())
     given = replace(given, networks=(*given.networks, *named))
@@ -101,6 +107,16 @@ def report(
         raise typer.BadParameter("missing; a network does not say how many there are", param_hint="--workers")
     given = _on_nodes(given, counts, Links(per_node, inside)) if inside is not None or per_node > 1 else given
     everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
+    given = _with_low_cost(given, counts, read_low_cost(wire, wire_cost))
+    if wire is not None:
+        runs = _planned_runs(given)
+        has_trace = bool(given.traces and (given.costs or given.networks))
+        if not (has_trace or runs) or figure not in (None, "timelines"):
+            missing = "nothing is planned here: give a trace and a cost, or a trace and a network with --workers"
+            raise typer.BadParameter(missing, param_hint="--wire")
+        if has_trace or any("low_cost" not in (run.tuning or {}) for run in runs):  # a run's tuner may have learnt it
+            talk_of_low_cost(wire, wire_cost)
+        everyone[wire_planner_name(wire)] = partial(plan_wire, wire=wire)
     if chosen == "html":
         heading = None if title is None else printable(title)
         _write(build_page(given, workers=counts, planners=everyone, title=heading), output)
@@ -120,6 +136,27 @@ def _on_nodes(given: Inputs, counts: Sequence[int], links: Links) -> Inputs:
     clusters = [links.join(network) for _, network in given.networks]
     costs = tuple((cluster.name, cluster.cost(count)) for cluster in clusters for count in counts)
     return replace(given, networks=(), costs=(*given.costs, *costs))
+
+
+def _planned_runs(given: Inputs) -> list[TrainingRun]:
+    """Return the training runs that can be planned for: they know when gradients are ready and what messages cost."""
+    return [run for _, run in given.runs if run.trace is not None and run.cost is not None]
+
+
+def _with_low_cost(given: Inputs, counts: Sequence[int], low: LinearCost | PiecewiseCost | None) -> Inputs:
+    """Add the cost of messages in low precision, which must be of as many workers as all that is planned for."""
+    if low is None:
+        return given
+    run_costs = [run.cost for run in _planned_runs(given) if run.cost is not None]
+    planned = {cost.workers for cost in (*(cost for _, cost in given.costs), *run_costs)}
+    planned |= set(counts) if given.networks else set()
+    if others := planned - {low.workers}:
+        numbers = ", ".join(str(count) for count in sorted(others))
+        raise typer.BadParameter(
+            f"is of {plural(low.workers, 'worker')}, what is planned for of {numbers}; give all of as many",
+            param_hint="--wire-cost",
+        )
+    return replace(given, low_cost=low)
 
 
 def _chosen_planners(names: list[str] | None, everyone: dict[str, Planner]) -> dict[str, Planner]:

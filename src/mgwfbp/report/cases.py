@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mgwfbp.cost import WireCost
 from mgwfbp.network import Network
-from mgwfbp.plan import MergePlan
+from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.ranges import predict_range
 from mgwfbp.report.inputs import KnownCost
 from mgwfbp.results import StrategyResult
@@ -12,7 +13,18 @@ from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
 
-__all__ = ["DEFAULTS", "OURS", "Case", "CaseStrategy", "How", "StepRow", "how_known", "step_rows"]
+__all__ = [
+    "DEFAULTS",
+    "OURS",
+    "OURS_LOW",
+    "Case",
+    "CaseStrategy",
+    "How",
+    "StepRow",
+    "how_known",
+    "plan_of",
+    "step_rows",
+]
 
 How = Literal["predicted", "measured"]
 
@@ -20,6 +32,7 @@ How = Literal["predicted", "measured"]
 DEFAULTS = ("ddp", "bucket")
 # What this package offers in their place, the first that there is.
 OURS = ("auto", "optimal")
+OURS_LOW = tuple(f"{name}+{wire}" for name in OURS for wire in SHORT_WIRES.values())
 
 
 def how_known(how: How, num_turns: int | None = None) -> str:
@@ -63,6 +76,14 @@ class Case:
     compute_s: float | None = None  # measured without communication
     num_runs: int = 0  # so many strategies, the first ones, are those of training runs
     raced_s: tuple[float, float] | None = None  # measured by a run's tuner, in turns: DDP's buckets, the chosen plan
+    low_cost: KnownCost | None = None  # of messages in low precision; None: they cost what half the bytes cost
+
+    @property
+    def both_costs(self) -> KnownCost | WireCost | None:
+        """The cost, with that of messages in low precision where it is known for as many workers."""
+        if self.cost is None or self.low_cost is None or self.cost.workers != self.low_cost.workers:
+            return self.cost
+        return WireCost(self.cost, self.low_cost)
 
     @property
     def title(self) -> str:
@@ -86,6 +107,9 @@ class StepRow:
     num_turns: int | None = None  # of a benchmark, whose median it is; None: it is one step
     low_s: float | None = None  # quartiles, of a benchmark; or what a prediction may be off by
     high_s: float | None = None
+    grad_bytes: int | None = None  # of all messages; None: not known
+    sent_bytes: int | None = None  # these as they travel
+    low_bytes: int = 0  # how many of them travel in low precision
 
     @property
     def how_known(self) -> str:
@@ -129,19 +153,27 @@ def step_rows(case: Case) -> list[StepRow]:
 
 def _with_range(row: StepRow, case: Case, predicted: Timeline) -> StepRow:
     """Add what the prediction may be off by, if it was made of the case's trace and a cost that knows it."""
-    if case.trace is None or case.cost is None or predicted.planner in ("naive", "ps"):
+    cost = case.both_costs
+    if case.trace is None or cost is None or predicted.planner in ("naive", "ps"):
         return row
-    plan = MergePlan(predicted.model, predicted.planner, tuple(message.layers for message in predicted.messages))
+    plan = plan_of(predicted)
     if set(plan.layer_names) != {layer.name for layer in case.trace.layers}:
         return row
-    between_s = predict_range(case.trace, case.cost, plan)
+    between_s = predict_range(case.trace, cost, plan)
     if between_s is None or not between_s[0] <= predicted.iteration_s <= between_s[1]:
         return row
     return replace(row, low_s=between_s[0], high_s=between_s[1])
 
 
+def plan_of(timeline: Timeline) -> MergePlan:
+    """Return the plan whose messages these are."""
+    groups = tuple(message.layers for message in timeline.messages)
+    wire = tuple(message.wire for message in timeline.messages)
+    return MergePlan(timeline.model, timeline.planner, groups, wire=wire)
+
+
 def _result_row(strategy: CaseStrategy, result: StrategyResult, workers: int) -> StepRow:
-    return StepRow(
+    row = StepRow(
         strategy.name,
         "measured",
         result.num_messages,
@@ -154,10 +186,18 @@ def _result_row(strategy: CaseStrategy, result: StrategyResult, workers: int) ->
         result.low_s,
         result.high_s,
     )
+    return _with_bytes(row, strategy.measured or strategy.predicted)
+
+
+def _with_bytes(row: StepRow, timeline: Timeline | None) -> StepRow:
+    if timeline is None:
+        return row
+    sent_bytes, low_bytes = timeline.sent_bytes, timeline.low_bytes
+    return replace(row, grad_bytes=timeline.grad_bytes, sent_bytes=sent_bytes, low_bytes=low_bytes)
 
 
 def _timeline_row(name: str, how: How, timeline: Timeline) -> StepRow:
-    return StepRow(
+    row = StepRow(
         name,
         how,
         len(timeline.messages),
@@ -167,3 +207,4 @@ def _timeline_row(name: str, how: How, timeline: Timeline) -> StepRow:
         timeline.workers,
         timeline.communication_s,
     )
+    return _with_bytes(row, timeline)

@@ -21,6 +21,7 @@ except ImportError as _missing:
 
 from mgwfbp.report.chart import Chart
 from mgwfbp.report.paper import Figure
+from mgwfbp.report.words import low_words
 from mgwfbp.timeline import Timeline
 from mgwfbp.units import format_bytes, format_seconds, plural, printable
 
@@ -33,6 +34,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#b2568a", "#dd9200", "#3fa3dd", "#6b
 MARKERS = "os^Dv<>P"
 FORWARD, GRADIENTS = "#9fb4c8", ("#3f84bf", "#2a6aa3")
 MESSAGES, EXPOSED = ("#2fa67f", "#1f8a68"), ("#d55e00", "#b34e00")
+HATCH: dict[str, Any] = {"hatch": "////", "edgecolor": "white", "linewidth": 0}  # of messages in low precision
 
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -91,9 +93,10 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
         end_s = timeline.compute_s
         late = [(max(start_s, end_s), stop_s) for start_s, stop_s in messages if stop_s > end_s]
         _draw_lane(axes, top - 1.05, late, EXPOSED)
+        _hatch(axes, top - 1.05, [(span.start_s, span.end_s) for span in timeline.messages if span.wire])
         words = (
             f"{label}: {plural(len(timeline.messages), 'message')}, step {format_seconds(timeline.iteration_s)}, "
-            f"exposed {format_seconds(timeline.exposed_s)}"
+            f"exposed {format_seconds(timeline.exposed_s)}{low_words(timeline)}"
         )
         axes.text(0, top + 1.05, _plain(words), fontsize=8, va="bottom")
     axes.set_ylim(-3.2 * len(timelines) + 1.7, 2.0)
@@ -108,20 +111,32 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
         ("exposed", EXPOSED[0]),
     ]
     handles = [axes.fill_between([], [], color=color, label=name) for name, color in legend]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=4, borderaxespad=-1.6)
+    if any(timeline.low_bytes for _, timeline in timelines):
+        handles.append(axes.fill_between([], [], facecolor=MESSAGES[0], **HATCH, label="in low precision"))
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=len(handles), borderaxespad=-1.6)
 
 
 def _draw_lane(axes: Axes, bottom: float, spans: Sequence[tuple[float, float]], colors: tuple[str, str]) -> None:
     """Draw spans in two colours in turn, each colour as one path: thousands of messages stay a small file."""
     for parity, color in enumerate(colors):
-        corners, codes = [], []
-        for start_s, end_s in spans[parity::2]:
-            corners += [(start_s, bottom), (end_s, bottom), (end_s, bottom + 0.95), (start_s, bottom + 0.95)]
-            corners.append((start_s, bottom))
-            codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-        if corners:
+        if some := spans[parity::2]:
             gap = 0.3 * (len(spans) < 60)
-            axes.add_patch(PathPatch(Path(corners, codes), facecolor=color, edgecolor="white", linewidth=gap))
+            axes.add_patch(PathPatch(_boxes(bottom, some), facecolor=color, edgecolor="white", linewidth=gap))
+
+
+def _hatch(axes: Axes, bottom: float, spans: Sequence[tuple[float, float]]) -> None:
+    """Draw stripes over the spans of messages in low precision."""
+    if spans:
+        axes.add_patch(PathPatch(_boxes(bottom, spans), facecolor="none", **HATCH))
+
+
+def _boxes(bottom: float, spans: Sequence[tuple[float, float]]) -> Path:
+    corners, codes = [], []
+    for start_s, end_s in spans:
+        corners += [(start_s, bottom), (end_s, bottom), (end_s, bottom + 0.95), (start_s, bottom + 0.95)]
+        corners.append((start_s, bottom))
+        codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    return Path(corners, codes)
 
 
 def draw_chart(chart: Chart, axes: Axes) -> None:

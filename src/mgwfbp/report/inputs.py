@@ -55,6 +55,7 @@ class Inputs:
     benches: tuple[Named[BenchResult], ...] = ()
     runs: tuple[Named[TrainingRun], ...] = ()
     sweeps: tuple[Named[tuple[ScalingRow, ...]], ...] = ()
+    low_cost: KnownCost | None = None  # of messages in low precision, where it was measured
 
     @property
     def descriptions(self) -> tuple[tuple[str, str, str], ...]:
@@ -97,7 +98,8 @@ def load_inputs(names: Iterable[str | os.PathLike[str]]) -> Inputs:
     for path, label in zip(paths, _labels(paths), strict=True):
         for kind, record in _load(path, label):
             found.setdefault(kind, []).append((label, record))
-    return Inputs(**{kind: tuple(some) for kind, some in found.items()})
+    by_kind: dict[str, Any] = {kind: tuple(some) for kind, some in found.items()}
+    return Inputs(**by_kind)
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
@@ -152,6 +154,7 @@ _READERS: Mapping[str, tuple[str, Callable[[object], Any]]] = MappingProxyType(
         LinearCost.FORMAT: ("costs", cost_from_json),
         Network.FORMAT: ("networks", Network.from_json),
         MergePlan.FORMAT: ("plans", MergePlan.from_json),
+        MergePlan.WIRE_FORMAT: ("plans", MergePlan.from_json),
         Timeline.FORMAT: ("timelines", Timeline.from_json),
         BenchResult.FORMAT: ("benches", BenchResult.from_json),
         RunResults.FORMAT: ("runs", RunResults.from_json),

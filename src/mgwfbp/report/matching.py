@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mgwfbp.errors import PlanError
+from mgwfbp.cost import Cost, PiecewiseCost, WireCost
+from mgwfbp.errors import MgwfbpError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.report.cases import Case, CaseStrategy
+from mgwfbp.report.cases import Case, CaseStrategy, plan_of
 from mgwfbp.report.inputs import Inputs, KnownCost, Named
-from mgwfbp.results import BenchResult
+from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.run import TrainingRun
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
@@ -32,14 +34,15 @@ def find_cases(
         planners: whose steps are predicted, by name.
     """
     cases = [_bench_case(bench) for _, bench in inputs.benches]
-    cases += _run_cases(inputs.runs, planners)
+    cases += _run_cases(inputs, planners)
     for _, trace in inputs.traces:
         for name, cost in inputs.costs:
-            case = _planned(Case(trace.model, _where(name, cost), cost.workers, (), trace, cost), planners)
-            cases.append(_with_plans(case, inputs))
+            case = Case(trace.model, _where(name, cost), cost.workers, (), trace, cost, low_cost=inputs.low_cost)
+            cases.append(_with_plans(_planned(case, planners), inputs))
         for _, network in inputs.networks:
             for count in workers:
-                case = Case(trace.model, network.name, count, (), trace, network.cost(count), network)
+                cost = network.cost(count)
+                case = Case(trace.model, network.name, count, (), trace, cost, network, low_cost=inputs.low_cost)
                 cases.append(_with_plans(_planned(case, planners), inputs))
     for name, timeline in inputs.timelines:
         _add_timeline(cases, name, timeline)
@@ -60,7 +63,8 @@ def _said_network(cost: KnownCost) -> str:
 
 def _planned(case: Case, planners: Mapping[str, Planner]) -> Case:
     """Add what every planner's plan would give; needs the trace and the cost."""
-    if case.trace is None or case.cost is None:
+    cost = case.both_costs
+    if case.trace is None or cost is None:
         return case
     there = {strategy.name: strategy for strategy in case.strategies}
     ddp = there["ddp"].predicted if "ddp" in there else None
@@ -68,7 +72,7 @@ def _planned(case: Case, planners: Mapping[str, Planner]) -> Case:
     for name, planner in planners.items():
         if name in there:
             continue
-        step = predict(case.trace, case.cost, planner(case.trace, case.cost))
+        step = predict(case.trace, cost, planner(case.trace, cost))
         # The same buckets need not stand there under both of their names.
         if name != "bucket" or ddp is None or _messages(ddp) != _messages(step):
             added.append(CaseStrategy(name, step))
@@ -77,14 +81,14 @@ def _planned(case: Case, planners: Mapping[str, Planner]) -> Case:
 
 def _with_plans(case: Case, inputs: Inputs) -> Case:
     for name, plan in inputs.plans:
-        predicted = _predicted(plan, case.trace, case.cost)
+        predicted = _predicted(plan, case.trace, case.both_costs)
         if predicted is not None:
             strategy = CaseStrategy(f"{Path(name).name} ({plan.planner})", predicted)
             case = replace(case, strategies=(*case.strategies, strategy))
     return case
 
 
-def _predicted(plan: MergePlan | None, trace: ModelTrace | None, cost: KnownCost | None) -> Timeline | None:
+def _predicted(plan: MergePlan | None, trace: ModelTrace | None, cost: Cost | None) -> Timeline | None:
     """Return the step of a plan, where there is all that it takes to predict it."""
     if plan is None or trace is None or cost is None:
         return None
@@ -95,41 +99,60 @@ def _predicted(plan: MergePlan | None, trace: ModelTrace | None, cost: KnownCost
     return predict(trace, cost, plan)
 
 
+def _marked(timeline: Timeline | None, plan: MergePlan | None) -> Timeline | None:
+    """Write into a timeline's messages in which precision they travel; a step that was observed does not say it."""
+    if timeline is None or plan is None or not plan.wire:
+        return timeline
+    wire_of = {frozenset(group): wire for group, wire in zip(plan.groups, plan.wires, strict=True)}
+    spans = [replace(span, wire=span.wire or wire_of.get(frozenset(span.layers), "")) for span in timeline.messages]
+    return replace(timeline, messages=tuple(spans))
+
+
+def _learnt_curve(points: Any, cost: Cost | None) -> PiecewiseCost | None:
+    """Return the cost of messages in low precision that a free-form field has the points of, if it does."""
+    try:
+        return PiecewiseCost(cost.workers, points) if cost is not None and points else None
+    except MgwfbpError:
+        return None
+
+
 # ---- benchmarks
 
 
 def _bench_case(bench: BenchResult) -> Case:
-    strategies = [
-        CaseStrategy(
-            result.strategy,
-            result.predicted_timeline or _predicted(result.plan, bench.trace, bench.cost),
-            result.timeline,
-            result,
-        )
-        for result in bench.strategies
-    ]
-    return Case(
+    low_cost = _learnt_curve(bench.source.get("low_cost"), bench.cost)
+    case = Case(
         bench.model,
         bench.network,
         bench.workers,
-        tuple(strategies),
+        (),
         bench.trace,
         bench.cost,
         compute_s=bench.compute_s,
+        low_cost=low_cost,
     )
+    return replace(case, strategies=tuple(_bench_strategy(case, result) for result in bench.strategies))
+
+
+def _bench_strategy(case: Case, result: StrategyResult) -> CaseStrategy:
+    predicted = _marked(result.predicted_timeline, result.plan)
+    # Of what the benchmark did not predict, torch's hooks for one, the plan does not say how it travels.
+    if predicted is None and result.predicted_s is not None:
+        predicted = _predicted(result.plan, case.trace, case.both_costs)
+    return CaseStrategy(result.strategy, predicted, _marked(result.timeline, result.plan), result)
 
 
 # ---- training runs
 
 
-def _run_cases(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner]) -> list[Case]:
+def _run_cases(inputs: Inputs, planners: Mapping[str, Planner]) -> list[Case]:
     """Put runs of one model and number of workers together.
 
     A run without a trace and a cost of its own, DDP's for one, belongs to the first that has them, so that strategies
     that were trained one after the other stand in one case.
     """
     groups: list[list[Named[TrainingRun]]] = []
-    for named in runs:
+    for named in inputs.runs:
         key = _key(named[1])
         if key is None:  # it says nothing but losses
             continue
@@ -139,7 +162,7 @@ def _run_cases(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planne
             free[0].append(named)
         else:
             groups.append([named])
-    return [_run_case(group, planners) for group in groups]
+    return [_planned(_run_case(group, inputs.low_cost), planners) for group in groups]
 
 
 def _key(run: TrainingRun) -> tuple[str, int] | None:
@@ -156,13 +179,22 @@ def _measured_both(run: TrainingRun) -> bool:
 
 
 def _own_prediction(run: TrainingRun) -> Timeline | None:
-    return run.predicted or _predicted(run.plan, run.trace, _cost(run))
+    if run.predicted is not None:
+        return _marked(run.predicted, run.plan)
+    cost, low_cost = _cost(run), _learnt_low_cost(run)
+    return _predicted(run.plan, run.trace, WireCost(cost, low_cost) if cost and low_cost else cost)
 
 
-def _run_case(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner]) -> Case:
+def _learnt_low_cost(run: TrainingRun) -> KnownCost | None:
+    found = (run.tuning or {}).get("low_cost")
+    return _learnt_curve(found.get("points"), _cost(run)) if isinstance(found, Mapping) else None
+
+
+def _run_case(runs: Sequence[Named[TrainingRun]], low_cost: KnownCost | None) -> Case:
     """Make one case of runs, at most one of which has a trace and a cost."""
     known = next((run for _, run in runs if _measured_both(run)), runs[0][1])
     trace, cost = known.trace, _cost(known)
+    low_cost = low_cost or _learnt_low_cost(known)
     key = _key(runs[0][1])
     assert key is not None  # noqa: S101  # others were left out
     model, workers = key
@@ -172,11 +204,13 @@ def _run_case(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner
         strategy = str(run.config.get("strategy", timeline.planner if timeline else name))
         if any(other.name == strategy for other in strategies):
             strategy = f"{strategy} ({name})"
-        predicted = _own_prediction(run) or _predicted(_sent(run.timeline), trace, cost)
-        strategies.append(CaseStrategy(strategy, predicted, run.timeline))
+        measured = _marked(run.timeline, run.plan)
+        sent = None if measured is None else plan_of(measured)
+        predicted = _own_prediction(run) or _predicted(sent, trace, cost)
+        strategies.append(CaseStrategy(strategy, predicted, measured))
     named = runs[0][1].environment.get("network") or (_said_network(cost) if cost is not None else "")
     network = str(named or "a network")
-    case = Case(
+    return Case(
         model,
         f"{network} ({', '.join(name for name, _ in runs)})",
         workers,
@@ -185,15 +219,8 @@ def _run_case(runs: Sequence[Named[TrainingRun]], planners: Mapping[str, Planner
         cost,
         num_runs=len(runs),
         raced_s=next((raced_s for _, run in runs if (raced_s := _raced_s(run)) is not None), None),
+        low_cost=low_cost,
     )
-    return _planned(case, planners)
-
-
-def _sent(timeline: Timeline | None) -> MergePlan | None:
-    """Return the plan whose messages were observed."""
-    if timeline is None:
-        return None
-    return MergePlan(timeline.model, timeline.planner, tuple(message.layers for message in timeline.messages))
 
 
 def _raced_s(run: TrainingRun) -> tuple[float, float] | None:
@@ -225,6 +252,10 @@ def _add_timeline(cases: list[Case], name: str, timeline: Timeline) -> None:
         if mate is None:
             strategies.append(CaseStrategy(f"{timeline.planner} ({name})", measured=timeline))
         else:
+            if (predicted := strategies[mate].predicted) is not None:
+                pairs = zip(timeline.messages, predicted.messages, strict=True)
+                spans = tuple(replace(span, wire=span.wire or mine.wire) for span, mine in pairs)
+                timeline = replace(timeline, messages=spans)
             strategies[mate] = replace(strategies[mate], measured=timeline)
     cases[place] = replace(cases[place], strategies=tuple(strategies))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgwfbp.report.cases import DEFAULTS, OURS, Case, CaseStrategy
+from mgwfbp.report.cases import DEFAULTS, OURS, OURS_LOW, Case, CaseStrategy
 from mgwfbp.timeline import Timeline
 from mgwfbp.units import plural
 
@@ -22,7 +22,8 @@ class SideBySide:
 def side_by_side(cases: Sequence[Case]) -> list[SideBySide]:
     """Return what was observed of every model and number of workers, where it is two steps or more.
 
-    Of a benchmark these are DDP's step and ours; its other strategies, often much slower, would make the two small.
+    Of a benchmark these are DDP's step and ours, also that in low precision; its other strategies, often much slower,
+    would make them small.
     """
     found = []
     for model, workers in dict.fromkeys((case.model, case.workers) for case in cases):
@@ -46,13 +47,14 @@ def _shown(case: Case) -> list[CaseStrategy]:
     observed = [strategy for strategy in case.strategies if strategy.measured is not None]
     if all(strategy.result is None for strategy in observed):
         return observed
-    pair = [next((one for name in names for one in observed if one.kind == name), None) for names in (DEFAULTS, OURS)]
-    return [strategy for strategy in pair if strategy is not None]
+    kinds = (DEFAULTS, OURS, OURS_LOW)
+    found = [next((one for name in names for one in observed if one.kind == name), None) for names in kinds]
+    return [strategy for strategy in found if strategy is not None]
 
 
 def _rank(strategy: CaseStrategy) -> int:
     """DDP's before ours before others."""
-    return 0 if strategy.kind in DEFAULTS else 1 if strategy.kind in OURS else 2
+    return 0 if strategy.kind in DEFAULTS else 1 if strategy.kind in (*OURS, *OURS_LOW) else 2
 
 
 def _note(cases: Sequence[Case]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mgwfbp.errors import ReportError
 from mgwfbp.planners import PLANNERS, Planner
-from mgwfbp.report.cases import Case, CaseStrategy, How, how_known
+from mgwfbp.report.cases import OURS_LOW, Case, CaseStrategy, How, how_known
 from mgwfbp.report.chart import Chart, Table
 from mgwfbp.report.curves import allreduce_chart, run_charts
 from mgwfbp.report.inputs import Inputs, ScalingRow
@@ -64,6 +64,12 @@ _GLOSSARY = (
     ),
 )
 
+_LOW_GLOSSARY = (
+    "Low precision:",
+    "a message that is striped travels in bfloat16 or float16 and sends half the bytes of its gradients; sent are the "
+    "bytes of a step as they travel, low precision is the share of the gradients' bytes that travel so.",
+)
+
 
 def build_page(
     inputs: Inputs,
@@ -109,11 +115,16 @@ def build_page(
         ],
         "groups": [{**group, "summary": group["summary"] if group["summary"] != lead else []} for group in groups],
         "inputs": Table(("name", "kind", "what it is"), inputs.descriptions).to_json(),
-        "glossary": _GLOSSARY,
+        "glossary": (*_GLOSSARY, _LOW_GLOSSARY) if _uses_low_precision(cases) else _GLOSSARY,
         "backwards": backwards,
         "names": names.listed,
     }
     return render(str(content["title"]), content)
+
+
+def _uses_low_precision(cases: Sequence[Case]) -> bool:
+    timelines = [timeline for case in cases for strategy in case.strategies for _, timeline in _both(strategy)]
+    return any(timeline is not None and timeline.low_bytes for timeline in timelines)
 
 
 def _scaling_rows(inputs: Inputs, cases: Sequence[Case], planners: Mapping[str, Planner]) -> list[ScalingRow]:
@@ -129,7 +140,9 @@ def _scaling_rows(inputs: Inputs, cases: Sequence[Case], planners: Mapping[str, 
         if case.trace is None or case.network is None or (case.model, case.network.name) in done:
             continue
         done.add((case.model, case.network.name))
-        rows += model_rows(case.trace, case.network, sorted({*_SCALING_WORKERS, case.workers}), planners)
+        # What messages in low precision cost was measured on one number of workers, and is no curve.
+        known = {name: one for name, one in planners.items() if case.low_cost is None or name not in OURS_LOW}
+        rows += model_rows(case.trace, case.network, sorted({*_SCALING_WORKERS, case.workers}), known)
     return rows
 
 
@@ -215,6 +228,8 @@ def step_json(name: str, how: How, timeline: Timeline, names: Names, backwards: 
         backwards.append(backward)
     messages = _spans_json(timeline.messages, names)
     messages["ready"] = [_short(span.ready_s) for span in timeline.messages]
+    if timeline.low_bytes:
+        messages["wire"] = [span.wire for span in timeline.messages]
     return {
         "name": name,
         "how": how,

@@ -72,7 +72,7 @@ def to_perfetto(timelines: Sequence[LabelledTimeline], *, max_ranks: int = MAX_R
             for span in timeline.backward:
                 events.append(_event(process, _COMPUTATION, _name(span), "computation", span))
             for place, span in enumerate(timeline.messages):
-                name = f"message {place}: {_name(span)}"
+                name = f"message {place}{f' in {span.wire}' if span.wire else ''}: {_name(span)}"
                 events.append(_event(process, _COMMUNICATION, name, "communication", span))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -116,7 +116,12 @@ def _event(process: int, thread: int, name: str, category: str, span: Span) -> d
         "cat": category,
         "ts": span.start_s * 1e6,
         "dur": span.duration_s * 1e6,
-        "args": {"layers": list(span.layers), "bytes": span.num_bytes, "ready_us": span.ready_s * 1e6},
+        "args": {
+            "layers": list(span.layers),
+            "bytes": span.num_bytes,
+            "ready_us": span.ready_s * 1e6,
+            **({"wire": span.wire} if span.wire else {}),
+        },
     }
 
 

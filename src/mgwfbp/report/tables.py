@@ -35,6 +35,8 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
     spread = any(row.low_s is not None for row in rows)
     titles = ["strategy", "known by", "messages", "step", "computation", "exposed", "share", "efficiency"]
     titles += ["between"] * spread + ["prediction error"] * errors
+    wire = any(row.low_bytes for row in rows)
+    titles += ["sent", "low precision"] * wire
     lines = []
     for row in rows:
         cells = [
@@ -54,8 +56,17 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
             real = measured.get(row.strategy)
             compared = row.how == "predicted" and real is not None and real.iteration_s
             cells.append(f"{row.iteration_s / real.iteration_s - 1:+.1%}" if compared and real else "")
+        if wire:
+            cells += _wire_cells(row)
         lines.append(tuple(cells))
     return Table(tuple(titles), tuple(lines))
+
+
+def _wire_cells(row: StepRow) -> list[str]:
+    """Return the bytes on the wire and which part of the gradients' bytes travels in low precision."""
+    if row.grad_bytes is None or row.sent_bytes is None:
+        return ["", ""]
+    return [format_bytes(row.sent_bytes), f"{row.low_bytes / row.grad_bytes if row.grad_bytes else 0:.0%}"]
 
 
 def breakdown_chart(case: Case) -> Chart:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from mgwfbp.report.cases import Case
 from mgwfbp.report.perfetto import timelines_of
-from mgwfbp.report.words import summarize
+from mgwfbp.report.words import low_words, summarize
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.units import format_seconds, plural, printable
 
@@ -12,6 +12,7 @@ __all__ = ["draw_case", "draw_timeline"]
 
 _GUTTER = 10
 _LEGEND = "f forward, b B gradients in turn, = # messages in turn, ! exposed"
+_LOW_LEGEND = "- ~ messages in low precision in turn"
 
 
 def draw_case(case: Case, *, width: int = 100) -> str:
@@ -20,7 +21,8 @@ def draw_case(case: Case, *, width: int = 100) -> str:
     whole_s = max((timeline.iteration_s for _, timeline in pairs), default=0.0)
     parts = [printable(" ".join(summarize(case)))]
     parts += [draw_timeline(timeline, label=label, width=width, whole_s=whole_s) for label, timeline in pairs]
-    return "\n\n".join([*parts, _LEGEND] if pairs else parts) + "\n"
+    legend = f"{_LEGEND}, {_LOW_LEGEND}" if any(timeline.low_bytes for _, timeline in pairs) else _LEGEND
+    return "\n\n".join([*parts, legend] if pairs else parts) + "\n"
 
 
 def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whole_s: float | None = None) -> str:
@@ -43,11 +45,11 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     columns = max(10, width - _GUTTER)
     title = (
         f"{printable(label or timeline.planner)}: {plural(len(timeline.messages), 'message')}, step "
-        f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}"
+        f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}{low_words(timeline)}"
     )
     forward = [(timeline.forward, "f")]
     backward = [(span, "bB"[place % 2]) for place, span in enumerate(timeline.backward)]
-    messages = [(span, "=#"[place % 2]) for place, span in enumerate(timeline.messages)]
+    messages = [(span, ("-~" if span.wire else "=#")[place % 2]) for place, span in enumerate(timeline.messages)]
     exposed = [(Span((), 0, timeline.compute_s, timeline.compute_s, timeline.iteration_s), "!")]
     lanes = [("compute", [*forward, *backward]), ("messages", messages)]
     if timeline.exposed_s:

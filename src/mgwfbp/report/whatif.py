@@ -167,7 +167,8 @@ def _otherwise(case: Case, trace: ModelTrace, cost: KnownCost, planners: Mapping
     found = []
     for strategy in case.strategies:
         name = "bucket" if strategy.kind == "ddp" else strategy.kind
-        if strategy.predicted is None or name not in planners or not (strategy.result is not None or case.num_runs):
+        here = name in planners and name in PLANNERS  # the page plans no other
+        if strategy.predicted is None or not here or not (strategy.result is not None or case.num_runs):
             continue
         there_s = strategy.predicted.iteration_s
         here_s = predict(trace, cost, planners[name](trace, cost)).iteration_s

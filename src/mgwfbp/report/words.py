@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgwfbp.planners import plan_optimal
-from mgwfbp.report.cases import DEFAULTS, Case, StepRow, step_rows
+from mgwfbp.report.cases import DEFAULTS, OURS_LOW, Case, StepRow, step_rows
 from mgwfbp.report.inputs import KnownCost, ScalingRow
 from mgwfbp.report.whatif import faster_bandwidth, no_startup
 from mgwfbp.run import TrainingRun
-from mgwfbp.timeline import predict
+from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural
 
@@ -21,6 +21,7 @@ __all__ = [
     "find_bottleneck",
     "find_current",
     "find_remedies",
+    "low_words",
     "summarize",
     "summarize_runs",
     "summarize_scaling",
@@ -134,6 +135,7 @@ def summarize(case: Case) -> list[str]:
     if remedies:
         best = min(likes, key=lambda row: row.iteration_s) if current.how == "measured" else current
         sentences += [_merging(remedies[0], best, _prediction(best, rows)), _others(remedies[0], remedies[1:])]
+        sentences += _low_precision(case, remedies[0])
     if errors:
         words = f"Predictions are off by {mean_error:.1%} on average, by {max(errors, key=abs):+.1%} at worst"
         too_far = ": too far to say what else would help; measure the trace and the cost again"
@@ -199,6 +201,20 @@ def _others(merging: Remedy, others: Sequence[Remedy]) -> str:
     return f"{words}{''.join(f'; {what} would add nothing to it' for what in useless)}."
 
 
+def _low_precision(case: Case, merging: Remedy) -> list[str]:
+    """Say what low precision would add to the best plan, where such a plan was made."""
+    step = next((one.predicted for one in case.strategies if one.name in OURS_LOW and one.predicted), None)
+    if step is None:
+        return []
+    if not step.low_bytes:
+        return ["No message needs low precision: it would hardly make the best plan's step shorter, by the model."]
+    gain = merging.iteration_s / step.iteration_s if step.iteration_s else 1.0
+    return [
+        f"With {low_words(step).removeprefix(', ')} the best plan would be {_times(gain)} as fast "
+        f"({format_seconds(step.iteration_s)} instead of {format_seconds(merging.iteration_s)}, both predicted)."
+    ]
+
+
 def _errors(rows: Sequence[StepRow]) -> list[float]:
     measured = {row.strategy: row.iteration_s for row in rows if row.how == "measured"}
     return [
@@ -219,6 +235,14 @@ def _times(gain: float) -> str:
     ('1.23 times', '12.3 times')
     """
     return f"{gain:.3g} times"
+
+
+def low_words(timeline: Timeline) -> str:
+    """Say how much of a step travels in low precision, where some does; to be added to words on the step."""
+    if not timeline.low_bytes:
+        return ""
+    wires = " and ".join(dict.fromkeys(message.wire for message in timeline.messages if message.wire))
+    return f", {timeline.low_bytes / timeline.grad_bytes:.0%} of the bytes in {wires}"
 
 
 def summarize_scaling(rows: Sequence[ScalingRow]) -> list[str]:

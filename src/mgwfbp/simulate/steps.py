@@ -242,9 +242,10 @@ class Simulation:
             for layer, start_s, end_s in zip(trace.layers, map(max, starts_s, clock_s[:-1]), clock_s[1:], strict=True)
         ]
         messages = [
-            Span(group, num_bytes, min(clock_s[last], start_s), start_s, end_s)
-            for group, (last, num_bytes), start_s, end_s in zip(
+            Span(group, num_bytes, min(clock_s[last], start_s), start_s, end_s, wire)
+            for group, wire, (last, num_bytes), start_s, end_s in zip(
                 self.plan.groups,
+                self.plan.wires,
                 _messages(trace, self.plan),
                 self.starts_s[:, column].tolist(),
                 self.ends_s[:, column].tolist(),

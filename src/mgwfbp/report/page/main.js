@@ -24,8 +24,17 @@ function stepTitle(step) {
   const share = step.iteration_s ? exposed / step.iteration_s : 0;
   return (
     `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}, ` +
-    `exposed ${formatSeconds(exposed)} (${formatDigits(share * 100, 3)} %)`
+    `exposed ${formatSeconds(exposed)} (${formatDigits(share * 100, 3)} %)${lowWords(step)}`
   );
+}
+
+// mgwfbp.report.words.low_words
+function lowWords(step) {
+  if (!hasLow(step)) return "";
+  const { bytes, wire } = step.messages;
+  const sum = (some) => some.reduce((total, size) => total + size, 0);
+  const share = sum(bytes.filter((_, place) => wire[place])) / (sum(bytes) || 1);
+  return `, ${(share * 100).toFixed(0)}% of the bytes in ${[...new Set(wire.filter(Boolean))].join(" and ")}`;
 }
 
 const LEGEND = [
@@ -35,18 +44,25 @@ const LEGEND = [
   ["exposed", "exposed: nothing hides it"],
 ];
 
-function makeTimelineLegend() {
+function makeTimelineLegend(low) {
   const entries = LEGEND.map(([kind, words]) => {
     const swatch = makeSvg("svg", { width: 20, height: 12, viewBox: "0 0 20 12", "aria-hidden": "true" });
     swatch.append(makeSvg("path", { class: kind, d: "M0 0h20v12h-20z" }));
     return make("span", {}, swatch, words);
   });
+  if (low) {
+    const swatch = makeSvg("svg", { width: 20, height: 12, viewBox: "0 0 20 12", "aria-hidden": "true" });
+    const whole = { start: [0], end: [20] };
+    swatch.append(makeSvg("path", { class: "message", d: "M0 0h20v12h-20z" }));
+    swatch.append(makeSvg("path", { class: "low", d: stripes(whole, (at) => at, 0, 12, { start: 0, end: 20 }, () => true) }));
+    entries.push(make("span", {}, swatch, "striped: in low precision, half the bytes are sent"));
+  }
   return make("div", { class: "legend" }, ...entries);
 }
 
 // Steps one above the other on one time axis; looking closer at one looks closer at all.
 function addSteps(section, steps) {
-  section.append(makeTimelineLegend());
+  section.append(makeTimelineLegend(steps.some(hasLow)));
   const lengths = steps.map((step) => step.iteration_s);
   const whole = { start: 0, end: Math.max(...lengths) };
   const shortest = Math.min(...lengths);

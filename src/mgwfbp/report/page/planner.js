@@ -52,6 +52,13 @@ function scaledCost(cost, workers, startupTimes, perByteTimes) {
   return { ...makeCurve(workers, points), taken_s, taken_per_byte_s };
 }
 
+// mgwfbp.cost.halved: what messages of half the bytes cost, by the bytes that they stand for
+function halvedCost(cost) {
+  if (!cost.sizes) return { ...cost, per_byte_s: cost.per_byte_s / 2 };
+  const points = Array.from(cost.sizes, (size, place) => [2 * size, cost.times[place]]);
+  return { ...cost, ...makeCurve(cost.workers, points) };
+}
+
 // ---- networks: mgwfbp.network, the paper's Table II
 
 const bitLength = (count) => 32 - Math.clz32(count);

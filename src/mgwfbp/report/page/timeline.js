@@ -1,7 +1,8 @@
 // Steps laid out in time: computation above, messages below, what nothing hides marked.
 //
 // A step is {forward: [start, end], backward, messages, compute_s, iteration_s}; backward and messages are columns
-// {start, end, bytes, ready?} and `layers(place)` gives the names of one entry.
+// {start, end, bytes, ready?} and `layers(place)` gives the names of one entry. Messages may have a column `wire`: the low
+// precision that each travels in, "" for that of its gradients.
 
 const GUTTER = 72;
 const LANE = 22;
@@ -9,6 +10,7 @@ const GAP = 5;
 const AXIS = 20;
 const TOP = 4;
 const MARK = 13;
+const STRIPE = 7;
 const MOST_NAMES = 6;
 
 function scaleOf(view, width) {
@@ -26,6 +28,21 @@ function rectangles(spans, x, y, height, limits, keep) {
     const wide = right - left;
     const shown = wide > 6 ? wide - 0.8 : Math.max(wide, 0.5);
     parts.push(`M${left.toFixed(2)} ${y}h${shown.toFixed(2)}v${height}h${(-shown).toFixed(2)}z`);
+  }
+  return parts.join("");
+}
+
+// Slanted lines over the same rectangles, for messages in low precision: they are told apart without colour.
+function stripes(spans, x, y, height, limits, keep) {
+  const parts = [];
+  for (let place = 0; place < spans.start.length; place++) {
+    if (!keep(place) || spans.end[place] < limits.start || spans.start[place] > limits.end) continue;
+    const left = x(Math.max(spans.start[place], limits.start));
+    const right = x(Math.min(spans.end[place], limits.end));
+    for (let foot = left + STRIPE / 2 - height; foot < right; foot += STRIPE) {
+      const [from, to] = [Math.max(foot, left), Math.min(foot + height, right)];
+      parts.push(`M${from.toFixed(1)} ${(y + height - (from - foot)).toFixed(1)}L${to.toFixed(1)} ${(y + height - (to - foot)).toFixed(1)}`);
+    }
   }
   return parts.join("");
 }
@@ -90,10 +107,15 @@ function drawStep(host, step, view, width, onZoom) {
       }
     }
   }
+  const isLow = (place) => Boolean(step.messages.wire && step.messages.wire[place]);
+  if (hasLow(step)) add("path", { class: "low", d: stripes(step.messages, x, laneY.messages, LANE, view, isLow) });
   const frame = add("rect", { class: "chosen", height: LANE, visibility: "hidden" });
   host.replaceChildren(svg);
   listen(svg, step, view, x, laneY, frame, onZoom);
 }
+
+const hasLow = (step) => Boolean(step.messages.wire && step.messages.wire.some(Boolean));
+const sentBytes = (bytes, wire) => (wire ? bytes - Math.floor(bytes / 2) : bytes);
 
 function labelLane(add, x, view, [start, end], y, text) {
   const left = x(Math.max(start, view.start));
@@ -201,6 +223,7 @@ function describe(step, lane, place) {
   const late = spans.end[place] - Math.max(spans.start[place], step.compute_s);
   return [
     `message ${place + 1} of ${spans.start.length}: ${plural(names.length, "gradient")}, ${formatBytes(spans.bytes[place])}`,
+    ...(spans.wire && spans.wire[place] ? [`travels in ${spans.wire[place]}: ${formatBytes(sentBytes(spans.bytes[place], true))} sent`] : []),
     `ready ${formatSeconds(spans.ready[place])}, start ${formatSeconds(spans.start[place])}, end ${formatSeconds(spans.end[place])}`,
     `waits ${formatSeconds(Math.max(0, waits))}, ${takes}${late > 0 ? `, ${formatSeconds(late)} of it exposed` : ""}`,
     ...names.slice(0, MOST_NAMES),
@@ -209,15 +232,17 @@ function describe(step, lane, place) {
 }
 
 function messageTable(step) {
-  const { ready, start, end, bytes } = step.messages;
+  const { ready, start, end, bytes, wire } = step.messages;
+  const low = hasLow(step);
   return {
-    titles: ["message", "gradients", "bytes", "ready", "start", "end", "takes", "from", "to"],
+    titles: ["message", "gradients", "bytes", ...(low ? ["travels in", "sent"] : []), "ready", "start", "end", "takes", "from", "to"],
     rows: start.map((_, place) => {
       const names = step.messages.layers(place);
       return [
         String(place + 1),
         String(names.length),
         formatBytes(bytes[place]),
+        ...(low ? [wire[place] || "its own", formatBytes(sentBytes(bytes[place], wire[place]))] : []),
         formatSeconds(ready[place]),
         formatSeconds(start[place]),
         formatSeconds(end[place]),

@@ -2,7 +2,7 @@
 
 function makeWhatIf(cases, names) {
   const section = make("section", { id: "what-if" }, make("h2", {}, "What if"));
-  const lead = make("p", {}, "Move workers, bandwidth or start-up time: every planner plans anew. All numbers here are predicted.");
+  const lead = make("p", {}, "Move workers, bandwidth or start-up time, or choose how messages travel: every planner plans anew. All numbers here are predicted.");
   const note = make("p", { class: "note" });
   const reading = make("p", { class: "note reading" });
   const verdict = make("p", { class: "verdict", "aria-live": "polite" });
@@ -27,6 +27,10 @@ function makeWhatIf(cases, names) {
     });
     sliders[key] = { input, title, output };
   }
+  const precision = make("select", { id: "what-if-precision" });
+  precision.append(make("option", { value: "" }, "as they are"), make("option", { value: LOW }, `${LOW} (all)`));
+  controls.append(make("label", {}, "precision of messages", precision));
+  precision.addEventListener("change", () => update());
   const reset = make("button", { type: "button" }, "As it was");
   controls.append(reset);
 
@@ -39,13 +43,14 @@ function makeWhatIf(cases, names) {
       input.max = slider.choices.length - 1;
       input.value = slider.start;
     }
+    precision.value = "";
     note.textContent = entry.note;
     update();
   }
 
   function update() {
     const entry = cases[state.place];
-    const chosen = {};
+    const chosen = { wire: precision.value };
     for (const [key, { input, output }] of Object.entries(sliders)) {
       const [label, value] = entry.sliders[key].choices[state[key]];
       output.textContent = label;
@@ -53,8 +58,8 @@ function makeWhatIf(cases, names) {
       chosen[key] = value;
     }
     const cost = costOf(entry, chosen, chosen.workers);
-    const found = planAll(entry, cost);
-    reading.textContent = readCost(entry, cost);
+    const found = planAll(entry, cost, chosen.wire);
+    reading.textContent = readCost(entry, cost, chosen.wire);
     verdict.textContent = judge(found, chosen.workers);
     const { bucket, optimal } = found;
     const view = { start: 0, end: Math.max(bucket.iteration_s, optimal.iteration_s) };
@@ -74,19 +79,22 @@ function makeWhatIf(cases, names) {
 }
 
 // What messages cost on so many workers: a network's sliders say its values, those of a cost how many times it.
-function costOf(entry, { bandwidth, startup }, workers) {
-  if (entry.network) return networkCost({ ...entry.network, per_byte_s: bandwidth, latency_s: startup }, workers);
-  return scaledCost(entry.cost, workers, startup, bandwidth);
+function costOf(entry, { bandwidth, startup, wire }, workers) {
+  const cost = entry.network
+    ? networkCost({ ...entry.network, per_byte_s: bandwidth, latency_s: startup }, workers)
+    : scaledCost(entry.cost, workers, startup, bandwidth);
+  return wire ? halvedCost(cost) : cost;
 }
 
-function readCost(entry, cost) {
+function readCost(entry, cost, wire) {
   const bytes = entry.model.grad_bytes.reduce((sum, size) => sum + size, 0);
   return (
     `On ${plural(cost.workers, "worker")} a message of no bytes takes ${formatSeconds(messageTime(cost, 0))}, ` +
     `one of all gradients (${formatBytes(bytes)}) ${formatSeconds(messageTime(cost, bytes))}.` +
     (takenBy(cost, bytes) > 0
       ? ` Each takes ${formatSeconds(takenBy(cost, 0))} from the computation, and all bytes together ${formatSeconds(takenBy(cost, bytes) - takenBy(cost, 0))}.`
-      : "")
+      : "") +
+    (wire ? ` Messages in ${wire} are taken to cost what half the bytes cost, and converting nothing.` : "")
   );
 }
 
@@ -100,16 +108,18 @@ function judge({ bucket, optimal }, workers) {
   );
 }
 
-function planAll(entry, cost) {
+function planAll(entry, cost, wire) {
   const found = {};
   for (const [name, planner] of Object.entries(PLANNERS)) {
     found[name] = predictStep(entry.model, cost, planner(entry.model, cost, entry.bucket));
+    if (wire) found[name].messages.wire = found[name].messages.start.map(() => wire);
   }
   return found;
 }
 
 function drawWhatIfSteps(host, entry, names, found, view) {
   host.replaceChildren(
+    ...(hasLow(found.optimal) ? [makeTimelineLegend(true)] : []),
     ...Object.entries(found).map(([name, result]) => {
       const plot = make("div", { class: "plot", "data-what-if": name });
       const step = whatIfStep(entry, names, name, result);
@@ -137,7 +147,8 @@ function whatIfStep(entry, names, name, result) {
 }
 
 function makePlannersTable(found) {
-  const titles = ["planner", "messages", "step", "exposed", "speedup", "efficiency"];
+  const low = hasLow(found.optimal);
+  const titles = ["planner", "messages", "step", "exposed", "speedup", "efficiency", ...(low ? ["sent", "low precision"] : [])];
   const rows = Object.entries(found).map(([name, result]) => [
     name,
     String(result.messages.start.length),
@@ -145,6 +156,7 @@ function makePlannersTable(found) {
     formatSeconds(result.exposed_s),
     formatDigits(result.speedup, 4),
     `${(result.efficiency * 100).toFixed(1)}%`,
+    ...(low ? [formatBytes(sentBytes(result.messages.bytes.reduce((sum, size) => sum + size, 0), true)), "100%"] : []),
   ]);
   const table = makeTable({ titles, rows });
   Object.entries(found).forEach(([name, result], place) => {
@@ -156,6 +168,8 @@ function makePlannersTable(found) {
   });
   return table;
 }
+
+const LOW = "bfloat16";
 
 const STRATEGY_COLORS = { optimal: 0, mgwfbp: 1, wfbp: 2, single: 3, bucket: 4 };
 
@@ -177,7 +191,7 @@ function speedupChart(entry, chosen) {
   const series = Object.entries(values).map(([name, points]) => ({ name, points, color: STRATEGY_COLORS[name], style: "line", spread: [] }));
   series.push({ name: "linear", points: counts.map((count) => [count, count]), color: 6, style: "dashed", spread: [] });
   return {
-    title: "Speedup on such a network, predicted",
+    title: `Speedup on such a network${chosen.wire ? `, messages in ${chosen.wire}` : ""}, predicted`,
     kind: "lines",
     series,
     x: { label: "workers", unit: "", log: true },
