@@ -107,8 +107,8 @@ def timeline_of(step: ObservedStep, gradients: Gradients, plan: MergePlan, worke
         backward.append(Span((name,), size_of[name], start_s, start_s, end_s))
         start_s = end_s
     messages = [
-        Span(group, message.num_bytes, message.ready_s, message.start_s, message.end_s)
-        for group, message in zip(plan.groups, step.messages, strict=True)
+        Span(group, message.num_bytes, message.ready_s, message.start_s, message.end_s, wire)
+        for group, wire, message in zip(plan.groups, plan.wires, step.messages, strict=True)
     ]
     forward = Span((), 0, 0.0, 0.0, step.forward_s)
     return Timeline(plan.model, plan.planner, workers, forward, tuple(backward), tuple(messages))
