@@ -19,6 +19,7 @@ Both collectives carry bytes: no backend has to know the precision.
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,16 +97,17 @@ def _average_on_host(dtype: torch.dtype, message: Tensor, group: Any) -> None:
     With sends and receives, all posted at once: gloo's own all-to-all leaves the link idle half of the time
     (benchmarks/wire.md).
     """
-    under_way = []
+    under_way: deque[tuple[Tensor, Tensor, Tensor, list[Any]]] = deque()
     for place, block in enumerate(message.split(BLOCK)):
         low = _lowered(block, dtype, group.size())
         received = torch.empty_like(low)
         under_way.append((block, low, received, _exchange(received, low, group, 2 * place)))
     gathers = []
-    for place, (_, low, received, works) in enumerate(under_way):
+    for place in range(len(under_way)):
+        block, low, received, works = under_way.popleft()  # and what was received is freed, block by block
         _wait(works)
-        gathers.append(_exchange(low, _summed(received).expand_as(low), group, 2 * place + 1))
-    for (block, low, _, _), works in zip(under_way, gathers, strict=True):
+        gathers.append((block, low, _exchange(low, _summed(received).expand_as(low), group, 2 * place + 1)))
+    for block, low, works in gathers:
         _wait(works)
         block.copy_(low.flatten()[: block.numel()])
 
