@@ -182,6 +182,8 @@ def test_only_what_overlaps_nothing_is_predicted_from_what_was_measured_apart() 
         (("ddp", "wfbp", "ddp"), "'ddp' stands twice"),
         (("ddp", "horovod"), "'horovod' is unknown, expected one of auto, ddp"),
         (("bucket-0",), "'bucket-0' is unknown"),
+        (("bf16-hook-nan",), "'bf16-hook-nan' is unknown"),
+        (("bf16-hook--5",), "'bf16-hook--5' is unknown"),
     ],
 )
 def test_strategies_that_cannot_take_part_are_refused(names: tuple[str, ...], message: str) -> None:

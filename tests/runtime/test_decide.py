@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from mgwfbp import LinearCost, MergePlan, load_network, load_trace, predict
 from mgwfbp.cost import WireCost
 from mgwfbp.planners import plan_optimal, plan_wire
-from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, t_quantile, two_sizes
+from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, compare, t_quantile, two_sizes
+from mgwfbp.runtime.learn import AgreedSteps, Seen
+from mgwfbp.runtime.tuning import Candidate, Comparison
 from tests.runtime.worlds import World, random_world, tune_in
 
 pytestmark = pytest.mark.timeout(300)  # of much arithmetic on cores that may be shared
@@ -87,6 +89,42 @@ def test_a_plan_in_force_that_sends_in_low_precision_takes_part_when_it_is_looke
     again = tune_in(world, in_force=before, wire="bfloat16")
     assert again.candidates[0].plan.wire
     assert world.truth(again.candidates[0].plan).iteration_s <= 1.01 * world.truth(before).iteration_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_with_fewer_low_bytes_takes_part_to_the_end_and_never_costs_the_gain_of_the_fastest(seed: int) -> None:
+    # Surely slower than the fastest, but by less than precision is worth; not yet surely faster than the plan in force.
+    chosen, comparison = race(seed, step_s=(1.0, 0.8, 0.804), noise=(0.05, 0.0003, 0.0003))
+    assert chosen != "as it is"
+    assert comparison.is_sure
+
+
+def test_a_gain_that_precision_is_not_given_up_for_is_said_to_be_one() -> None:
+    chosen, comparison = race(1, step_s=(1.0, 0.995, 0.995), noise=(0.001, 0.001, 0.001))
+    assert chosen == "as it is"
+    assert comparison.rival != "as it is"
+    assert 0 < comparison.gain_low < comparison.gain < 0.01
+    assert str(comparison).endswith("which is too little to give precision up for")
+
+
+def race(seed: int, *, step_s: tuple[float, ...], noise: tuple[float, ...]) -> tuple[str, Comparison]:
+    """Compare a plan as it is, with all messages in low precision, and with one of two; return what was chosen."""
+    rng = random.Random(seed)
+    plan = MergePlan("toy", "by hand", (("b",), ("a",)))
+    wires = ((), ("bfloat16", "bfloat16"), ("bfloat16", ""))
+    names = ("as it is", "all", "one")
+    candidates = [Candidate(name, replace(plan, wire=wire), 1.0) for name, wire in zip(names, wires, strict=True)]
+    turns = compare(candidates, Limits(), low_bytes=lambda plan: sum(map(bool, plan.wires)))
+    turn = next(turns)
+    while True:
+        place = wires.index(turn.plan.wire)
+        lengths = tuple(step_s[place] * rng.lognormvariate(0, noise[place]) for note in turn.notes if note == "plain")
+        same = (1.0,) * len(lengths)
+        try:
+            turn = turns.send(Seen(plain=AgreedSteps(same, lengths, lengths, lengths, same, (), ())))
+        except StopIteration as end:
+            ranked, comparison = end.value
+            return ranked[0].name, comparison
 
 
 def test_where_nothing_is_faster_torchs_own_buckets_are_kept() -> None:

@@ -113,6 +113,17 @@ def test_a_strategys_name_may_end_with_the_precision_in_which_it_sends() -> None
     assert plan_for(Mlp(), "optimal+fp16", trace=hidden, cost=cost).wire == ()
 
 
+def test_a_plan_by_name_sends_only_fp32_gradients_in_low_precision() -> None:
+    model = Dtypes(half=True)
+    dtypes = {name: str(parameter.dtype) for name, parameter in model.named_parameters()}
+    for strategy in ("wfbp+bf16", "single+bf16"):
+        plan = plan_for(model, strategy)
+        wire_of = {name: wire for group, wire in zip(plan.groups, plan.wires, strict=True) for name in group}
+        assert wire_of == {name: "bfloat16" if dtype == "torch.float32" else "" for name, dtype in dtypes.items()}
+    sparse = plan_for(Sparse(), "single+bf16")
+    assert dict(zip(sparse.groups, sparse.wires, strict=True))["embedding.weight",] == ""
+
+
 def test_buckets_are_as_large_as_their_name_says() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))  # a quarter of a MiB each
     assert plan_for(model, "bucket-0.5").group_sizes == (2, 2, 2, 2, 2)

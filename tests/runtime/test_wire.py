@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 and 3 ranks saw."""
-    scenarios = ["modes", "changes", "tuned", "extremes", "refused", "joined"]
+    scenarios = ["modes", "changes", "tuned", "extremes", "refused", "joined", "groups", "failed"]
     return run_ranks("tests.runtime.wire_ranks", scenarios, tmp_path_factory.mktemp("wire"), request.param)
 
 
@@ -69,6 +69,8 @@ def test_wrong_use_is_one_line_on_every_rank(ranks: list[Any]) -> None:
         )
         expected = "the plan sends messages in bfloat16" if rank else "rank 1 has no plan to run: PlanError: the plan"
         assert found["one rank"].startswith(expected)
+        assert found["tuners"] == "wire is bfloat16 on rank 0 and None on rank 1; give all the same"
+        assert found["unknown, without collectives"] == found["unknown"]
         assert found["hook"].endswith("and so does wire='bfloat16': leave one out")
         assert found["idle"].startswith("wire='bfloat16' with tune=False and without a plan")
         assert found["replan"].startswith("the plan sends messages in bfloat16")
@@ -76,3 +78,21 @@ def test_wrong_use_is_one_line_on_every_rank(ranks: list[Any]) -> None:
 
 def test_ranks_that_ran_out_of_data_answer_for_messages_in_low_precision(ranks: list[Any]) -> None:
     assert [told["joined"] for told in ranks] == [{"steps": 2 + 3 * rank, "finite": True} for rank in range(len(ranks))]
+
+
+def test_the_group_of_the_thread_that_sends_ends_with_the_model_and_is_in_the_way_of_no_other(ranks: list[Any]) -> None:
+    for found in (told["groups"] for told in ranks):
+        assert [(step["wrong"], step["alike"]) for step in found["gradients"]] == [([], True)] * 2
+        assert found["ended"] >= 3  # the thread that sends, and those of gloo
+
+
+def test_messages_count_as_collectives_so_that_ranks_that_are_not_at_one_step_do_not_begin_to_tune(
+    ranks: list[Any],
+) -> None:
+    counted = {told["groups"]["counted"] for told in ranks}
+    assert len(counted) == 1
+    assert counted.pop() >= 4  # messages of the plan
+
+
+def test_where_a_backward_pass_fails_on_one_rank_the_others_wait_no_longer_than_their_group(ranks: list[Any]) -> None:
+    assert [told["failed"]["error"] for told in ranks] == ["RuntimeError"] * (len(ranks) - 1) + ["ArithmeticError"]

@@ -1,14 +1,19 @@
 """What one rank does in the tests of low precision: ``python -m tests.runtime.wire_ranks FOLDER SCENARIO ...``."""
 
 import copy
+import inspect
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp.runtime.wire
 from mgwfbp import DistributedDataParallel, LinearCost, MergePlan, MgwfbpError
@@ -214,12 +219,16 @@ def refused() -> dict[str, Any]:
         return ""
 
     model = DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16")
+    can_be_quiet = "init_sync" in inspect.signature(StockDdp.__init__).parameters
+    quiet: dict[str, Any] = {"init_sync": False} if can_be_quiet else {}
     return {
         "without": told(lambda: DistributedDataParallel(Mlp(), plan=plan)),
         "another": told(lambda: DistributedDataParallel(Mlp(), plan=plan, wire="float16")),
         "unknown": told(lambda: DistributedDataParallel(Mlp(), wire="int8")),
         "differ": told(lambda: DistributedDataParallel(Mlp(), plan=(plan, other)[rank % 2], wire="bfloat16")),
         "one rank": told(lambda: DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16" if rank == 0 else None)),
+        "tuners": told(lambda: DistributedDataParallel(Mlp(), wire=None if rank else "bfloat16")),
+        "unknown, without collectives": told(lambda: DistributedDataParallel(Mlp(), wire="int8", **quiet)),
         "hook": told(lambda: model.register_comm_hook(None, default_hooks.allreduce_hook)),
         "idle": told(lambda: DistributedDataParallel(Mlp(), wire="bfloat16", tune=False)),
         "replan": told(lambda: DistributedDataParallel(Mlp(), tune=False).replan(plan)),
@@ -241,7 +250,76 @@ def joined() -> dict[str, Any]:
     return {"steps": steps, "finite": bool(grads.isfinite().all())}
 
 
+def groups() -> dict[str, Any]:
+    """Models of some ranks and of all, that come and go, and groups that are made between them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = dist.new_group([0])  # torch lists more groups on rank 0 than on the others
+    if rank == 0:
+        alone = Mlp()
+        model = DistributedDataParallel(alone, plan=mixed_plan(alone), wire="bfloat16", process_group=first)
+        model(batch(0, rank)).square().sum().backward()
+    later = dist.new_group(list(range(world)))
+    found = []
+    for step in range(2):
+        torch.manual_seed(7)
+        module = Mlp()
+        model = DistributedDataParallel(
+            module, plan=mixed_plan(module), wire="bfloat16", broadcast_buffers=False, process_group=later
+        )
+        local = local_gradients(model.module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+        model(batch(step, rank)).square().sum().backward()
+        found.append(compare(model, local))
+    assert model._handle is not None
+    collectives = model._handle.collectives
+    assert collectives is not None
+    before = collectives()
+    model(batch(2, rank)).square().sum().backward()
+    counted = collectives() - before
+    connected = num_threads()
+    del model, collectives
+    deadline = time.monotonic() + 20
+    while connected - num_threads() < 3 and time.monotonic() < deadline:  # the one that sends, and those of gloo
+        time.sleep(0.01)
+    return {"gradients": found, "counted": counted, "ended": connected - num_threads()}
+
+
+def num_threads() -> int:
+    """Those of gloo included, which Python does not list."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def failed() -> dict[str, Any]:
+    """A backward pass that fails on the last rank: the others must not wait longer than their group does."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
+    module = Mlp()
+    model = DistributedDataParallel(module, plan=mixed_plan(module), wire="bfloat16", process_group=group)
+    model(batch(0, rank)).square().sum().backward()
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("on one rank")
+
+    if rank == world - 1:
+        module.get_parameter("layers.1.weight").register_hook(fail)
+    try:
+        model(batch(1, rank)).square().sum().backward()
+        error = ""
+    except (ArithmeticError, RuntimeError) as caught:
+        error = type(caught).__name__
+    dist.barrier()  # of another group; the rank that failed waits here until the others have given up
+    return {"error": error}
+
+
 if __name__ == "__main__":
     be_rank(
-        {"modes": modes, "changes": changes, "tuned": tuned, "extremes": extremes, "refused": refused, "joined": joined}
+        {
+            "modes": modes,
+            "changes": changes,
+            "tuned": tuned,
+            "extremes": extremes,
+            "refused": refused,
+            "joined": joined,
+            "groups": groups,
+            "failed": failed,
+        }
     )

@@ -1,5 +1,6 @@
 """Who takes part: a strategy's name, the messages it sends, and what its step is predicted to take."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,9 +51,10 @@ def hook_mib(strategy: str) -> float | None:
     (25.0, None)
     """
     try:
-        return float(strategy.removeprefix(HOOK)) if strategy.startswith(HOOK) else None
+        mib = float(strategy.removeprefix(HOOK)) if strategy.startswith(HOOK) else 0.0
     except ValueError:
         return None
+    return mib if 0 < mib < math.inf else None
 
 
 def check_strategies(names: Sequence[str]) -> tuple[str, ...]:

@@ -167,14 +167,15 @@ def agree_on_cost(cost: AnyCost, group: Group = None) -> AnyCost:
 
 
 def agree_on_plan(
-    prepare: Callable[[], MergePlan | None], group: Group = None, *, tunes: bool = False
+    prepare: Callable[[], MergePlan | None], group: Group = None, *, tunes: bool = False, wire: str | None = None
 ) -> MergePlan | None:
     """Prepare a plan on every rank and compare; nobody gets one unless all have the same.
 
     ``prepare`` reads and checks this rank's plan and must not wait for others; None stands for DDP's own buckets.
     Where it fails on a rank, that rank raises what it met and the others name the rank. No rank's plan is taken for
     the others: ranks that were given different plans were started wrongly, and would mix up gradients of equal shape.
-    ``tunes`` says whether this rank means to tune, which it cannot do alone.
+    ``tunes`` says whether this rank means to tune, which it cannot do alone, and ``wire`` in which precision its
+    messages may travel.
     """
     plan, problem, caught = None, "", None
     try:
@@ -201,10 +202,12 @@ def agree_on_plan(
             f"the ranks have different plans: message {index} {mine} on rank 0 and {theirs} on rank {other}; "
             "give every rank the same plan"
         )
-    other = _first_difference(str(tunes), group)
+    asked = json.dumps({"tune": tunes, "wire": wire})
+    other = _first_difference(asked, group)
     if other is not None:
-        said = [broadcast_text(str(tunes), rank, group) for rank in (0, other)]
-        raise PlanError(f"tune is {said[0]} on rank 0 and {said[1]} on rank {other}; give all the same")
+        first, second = (json.loads(broadcast_text(asked, rank, group)) for rank in (0, other))
+        name = next(name for name in first if first[name] != second[name])
+        raise PlanError(f"{name} is {first[name]} on rank 0 and {second[name]} on rank {other}; give all the same")
     return plan
 
 

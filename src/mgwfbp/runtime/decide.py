@@ -309,23 +309,27 @@ class _Race:
         if not self._turns:
             return measured, Comparison(0, CONFIDENCE, "", 0.0, 0.0, 0.0, is_sure=False)
         last = [place for place in self._turns[-1] if place] or everyone[1:]
-        rival = self._precise(self._best(last))
+        best = self._best(last)
+        chosen = self._precise(best) if self._gain(best).low > 0 else 0
+        rival = chosen or best
         gain = self._gain(rival)
-        is_sure = gain.low > 0
-        chosen = rival if is_sure else 0
         others = sorted((measured[place] for place in everyone if place != chosen), key=lambda one: one.step_s)
         bounds = (_part(gain.middle), _part(gain.low), _part(gain.high))
         return [measured[chosen], *others], Comparison(
-            self.turns, CONFIDENCE, measured[rival].name, *bounds, is_sure=is_sure
+            self.turns, CONFIDENCE, measured[rival].name, *bounds, is_sure=chosen == rival
         )
 
     def _precise(self, best: int) -> int:
-        """Return the plan with the fewest bytes in low precision among those about as fast as the best one."""
+        """Return the plan with the fewest bytes in low precision among those about as fast as the best one.
+
+        Of the others only such as are faster beyond doubt, too: one that took few turns may not be, and then the
+        buckets in force are not kept instead of the best one.
+        """
         if not self._low_bytes[best]:
             return best
         slower = {place: self._difference(place, best).middle for place in range(len(self._candidates))}
-        near = [place for place in slower if place == best or slower[place] <= PRECISION]
-        return min(near, key=lambda place: (self._low_bytes[place], slower[place]))
+        near = [place for place in slower if slower[place] <= PRECISION and (not place or self._gain(place).low > 0)]
+        return min([best, *near], key=lambda place: (self._low_bytes[place], slower[place]))
 
     def _measured(self, place: int) -> Candidate:
         steps_s = tuple(step for turn in self._turns if place in turn for step in turn[place].length_s)
@@ -337,7 +341,10 @@ class _Race:
 
     def _is_slower(self, place: int, best: int) -> bool:
         difference = self._difference(place, best, confidence=DROPPED)
-        return difference.low > 0 or (difference.middle > HOPELESS and min(self._paired(place, best)) > HOPELESS / 2)
+        worse = PRECISION if self._low_bytes[place] < self._low_bytes[best] else 0.0
+        return difference.low > worse or (
+            difference.middle > HOPELESS and min(self._paired(place, best)) > HOPELESS / 2
+        )
 
     def _gain(self, place: int) -> "_Interval":
         """Return what a plan gains against torch's own, as a part of the step; all rivals' bounds hold together."""

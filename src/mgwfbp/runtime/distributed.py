@@ -24,6 +24,7 @@ from mgwfbp.runtime.compile_private import follow_plans, warn_of_old_cuts
 from mgwfbp.runtime.decide import Limits
 from mgwfbp.runtime.drift import Drift
 from mgwfbp.runtime.fitness import unfit_for_tuning
+from mgwfbp.runtime.gloo import store_of
 from mgwfbp.runtime.kinds import check_kinds, kinds_of
 from mgwfbp.runtime.learn import Gradients, Note
 from mgwfbp.runtime.observation import Observation
@@ -33,9 +34,7 @@ from mgwfbp.runtime.reducer import (
     Parameters,
     ReducerHandle,
     cannot_hold,
-    collectives_of,
     missing,
-    store_of,
     uncompiled,
 )
 from mgwfbp.runtime.strides import StrideWatch
@@ -136,6 +135,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         requested = None if self._cannot_hold else plan
         # init_sync=False asks for a construction without collectives; a plan is compared even then.
         if requested is None and not given.get("init_sync", True):
+            self._check_wire()
             return
 
         def prepare() -> MergePlan | None:
@@ -146,7 +146,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         tunes = self._tuning == _TO_BEGIN
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
-            self._plan = agree_on_plan(prepare, self.process_group, tunes=tunes)
+            self._plan = agree_on_plan(prepare, self.process_group, tunes=tunes, wire=self._wire)
             failed = first_problem(self._cannot_hold, self.process_group) if tunes else None
         if failed is not None and not self._cannot_hold:  # which says it itself
             self._tuning = Tuning("off", f"rank {failed[0]} cannot tune: {failed[1]}")
@@ -405,8 +405,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._explaining.begin()
 
     def _watch_drift(self, tuning: Tuning) -> None:
-        group = self.process_group
-        collectives, store = collectives_of(group), store_of(group, f"{self._number}/{tuning.retuned}")
+        handle, group = self._handle, self.process_group
+        assert handle is not None  # noqa: S101 - it was tuned
+        collectives, store = handle.collectives, store_of(group, f"{self._number}/{tuning.retuned}")
         if collectives is not None and store is not None:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
             wait = clock_for(self.device).wait

@@ -28,7 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["ONE_THREAD", "destroy_process_group", "group_timeout", "init_process_group", "missing"]
+__all__ = [
+    "ONE_THREAD",
+    "destroy_process_group",
+    "gloo_beside",
+    "group_timeout",
+    "init_process_group",
+    "missing",
+    "store_of",
+]
 
 # What dist.get_backend() calls it.
 ONE_THREAD = "gloo_one_thread"
@@ -110,3 +118,23 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
     except (AttributeError, RuntimeError):
         return None
     return timeout if isinstance(timeout, timedelta) else None
+
+
+def store_of(group: Any, name: str) -> Any:
+    """Return a store that all ranks of a group share under this name; None where torch does not give it away."""
+    try:
+        return _c10d.PrefixStore(f"mgwfbp/{group.group_name}/{name}", _c10d._get_default_store())
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def gloo_beside(group: Any) -> Any:
+    """Make a gloo group of the same ranks, that waits as long. All ranks of the group must call it, in one order.
+
+    It ends with the last reference. ``dist.new_group`` would keep it until all groups are destroyed, and would count it
+    on these ranks alone, so that groups that all ranks make later had different names on them.
+    """
+    store = store_of(group, "beside")
+    number = store.add(f"made by rank {group.rank()}", 1)  # the same on all ranks: they make them in one order
+    timeout = group_timeout(group, torch.device("cpu")) or dist.default_pg_timeout
+    return _c10d.ProcessGroupGloo(_c10d.PrefixStore(str(number), store), group.rank(), group.size(), timeout)

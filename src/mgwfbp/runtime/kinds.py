@@ -70,13 +70,14 @@ def split_by_kind(plan: MergePlan, kinds: Mapping[str, Hashable]) -> MergePlan:
     groups: list[tuple[str, ...]] = []
     wire: list[str] = []
     for group, precision in zip(plan.groups, plan.wires, strict=True):
-        parts: dict[Hashable, list[str]] = {}
+        parts: dict[tuple[Hashable, str], list[str]] = {}
         for name in group:
             kind = kinds.get(uncompiled(name), "")
+            kind_of_part = kind, name if isinstance(kind, Kind) and kind.is_sparse else ""  # DDP sends these alone
             # In the order in which they are complete.
-            parts[kind] = [*parts.pop(kind, []), name]
+            parts[kind_of_part] = [*parts.pop(kind_of_part, []), name]
         groups += [tuple(part) for part in parts.values()]
-        wire += [precision if _may_be_low(kind) else "" for kind in parts]
+        wire += [precision if _may_be_low(kind) else "" for kind, _ in parts]
     if len(groups) == plan.num_groups and (not plan.wire or tuple(wire) == plan.wire):
         return plan
     return replace(plan, groups=tuple(groups), wire=tuple(wire), predicted={})

@@ -40,7 +40,6 @@ __all__ = [
     "cannot_hold",
     "collectives_of",
     "missing",
-    "store_of",
     "uncompiled",
     "when_backward_has_ended",
 ]
@@ -112,14 +111,6 @@ def collectives_of(group: Any) -> Callable[[], int] | None:
         return None
     count: Callable[[], int] = group._get_sequence_number_for_group
     return count
-
-
-def store_of(group: Any, name: str) -> Any:
-    """Return a store that all ranks of a group share under this name; None where torch does not give it away."""
-    try:
-        return _c10d.PrefixStore(f"mgwfbp/{group.group_name}/{name}", _c10d.distributed_c10d._get_default_store())
-    except (AttributeError, RuntimeError, ValueError):
-        return None
 
 
 def missing() -> tuple[str, ...]:
@@ -264,6 +255,14 @@ class ReducerHandle(Parameters):
         except RuntimeError:
             return False
         return True
+
+    @property
+    def collectives(self) -> Callable[[], int] | None:
+        """What says how many collectives and messages ranks have called; None where their group does not count."""
+        count = collectives_of(self.ddp.process_group)
+        if count is None:
+            return None
+        return lambda: count() + (0 if self._wire_group is None else self._wire_group.sent)
 
     @property
     def is_observed(self) -> bool:

@@ -34,6 +34,7 @@ from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
 from mgwfbp.runtime.tuning import Candidate, Comparison, Tuning
+from mgwfbp.runtime.wire import check_wire
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, plural
 
@@ -141,7 +142,7 @@ class Tuner:
 
     def _settled(self, verdict: Verdict, default: MergePlan) -> Tuning:
         chosen = verdict.candidates[0]
-        before = next(one for one in verdict.candidates if one.plan.messages == (default.groups, ()))
+        before = next(one for one in verdict.candidates if one.plan.messages == default.messages)
         return replace(
             self.tuning,
             state="settled",
@@ -212,7 +213,7 @@ def _tune(
     seen: Seen | None = None
     while True:
         text = broadcast_text("" if leader is None else _ask(leader, seen), 0, group)
-        order = _together(lambda: _read(text, gradients, reducer, kinds), group)  # noqa: B023
+        order = _together(lambda: _read(text, gradients, reducer, kinds, wire), group)  # noqa: B023
         _install(reducer, order, group, unfit)
         if order.verdict is not None:
             return order.verdict, default
@@ -264,13 +265,16 @@ def _write_verdict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _read(text: str, gradients: Gradients, reducer: ReducerHandle, kinds: Mapping[str, Kind]) -> _Order:
+def _read(
+    text: str, gradients: Gradients, reducer: ReducerHandle, kinds: Mapping[str, Kind], wire: str | None
+) -> _Order:
     """Read what rank 0 asks for, and check that this rank can do it."""
     said = json.loads(text)
     if "problem" in said:
         raise _EndError(said["problem"])
     verdict = _read_verdict(said["verdict"], gradients.model) if "verdict" in said else None
     plan = _read_plan(said, gradients.model) if verdict is None else verdict.candidates[0].plan
+    check_wire(plan.wire, wire)
     check_kinds(plan, kinds)
     places = {name: place for place, name in enumerate(reducer.names)}
     buckets = [[places[name] for name in names] for names in plan.groups]

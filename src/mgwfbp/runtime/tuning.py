@@ -58,7 +58,10 @@ class Comparison:
                 f" (between {self.gain_low:+.1%} and {self.gain_high:+.1%} with {self.confidence:.1%} confidence each)"
             )
         gained = f"{self.rival!r} gained {words} in {plural(self.turns, 'turn')}"
-        return gained if self.is_sure else f"{gained}, which is no gain beyond doubt"
+        if self.is_sure:
+            return gained
+        why = "too little to give precision up for" if self.gain_low > 0 else "no gain beyond doubt"
+        return f"{gained}, which is {why}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""

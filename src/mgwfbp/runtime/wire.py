@@ -13,11 +13,13 @@ Both collectives carry bytes: no backend has to know the precision.
   order, and nothing waits on the host.
 - gloo: a call waits, so all messages go through one thread, one after another. Ranks may not mix the order of
   collectives in one group, and other collectives (those of SyncBatchNorm, say) are called by other threads: so the
-  thread has a group of its own, made when the first message is sent.
+  thread has a group of its own, made when the first message is sent. Torch does not list it (`gloo_beside`): it ends
+  with the model, and groups that the user makes later get the names that they would get without it.
 """
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import PlanError
-from mgwfbp.runtime.gloo import group_timeout
+from mgwfbp.runtime.gloo import gloo_beside, store_of
 from mgwfbp.runtime.stand_ins import StandInGroup
 
 __all__ = ["WireGroup", "average_in", "cannot_wire", "check_wire", "dtype_of"]
@@ -54,6 +56,8 @@ def cannot_wire(ddp: Any) -> str:
         return "mixed_precision says itself how gradients travel"
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "messages without a used gradient are skipped (skip_all_reduce_unused_params)"
+    if store_of(ddp.process_group, "") is None:
+        return f"torch {torch.__version__} does not give away the store of the process group"
     devices = {parameter.device.type for parameter in ddp.module.parameters() if parameter.requires_grad}
     backend = str(dist.get_backend(ddp.process_group))
     if devices == {"cpu"} or (devices == {"cuda"} and "nccl" in backend):
@@ -93,16 +97,17 @@ def _average_on_host(dtype: torch.dtype, message: Tensor, group: Any) -> None:
     With sends and receives, all posted at once: gloo's own all-to-all leaves the link idle half of the time
     (benchmarks/wire.md).
     """
-    under_way = []
+    under_way: deque[tuple[Tensor, Tensor, Tensor, list[Any]]] = deque()
     for place, block in enumerate(message.split(BLOCK)):
         low = _lowered(block, dtype, group.size())
         received = torch.empty_like(low)
         under_way.append((block, low, received, _exchange(received, low, group, 2 * place)))
     gathers = []
-    for place, (_, low, received, works) in enumerate(under_way):
+    for place in range(len(under_way)):
+        block, low, received, works = under_way.popleft()  # and what was received is freed, block by block
         _wait(works)
-        gathers.append(_exchange(low, _summed(received).expand_as(low), group, 2 * place + 1))
-    for (block, low, _, _), works in zip(under_way, gathers, strict=True):
+        gathers.append((block, low, _exchange(low, _summed(received).expand_as(low), group, 2 * place + 1)))
+    for block, low, works in gathers:
         _wait(works)
         block.copy_(low.flatten()[: block.numel()])
 
@@ -144,6 +149,7 @@ class WireGroup(StandInGroup):
         super().__init__(group)
         self._wires: tuple[str, ...] = ()
         self._next = 0
+        self.sent = 0  # messages so far: ``group`` does not count those that travel beside it
         self._stream: torch.cuda.Stream | None = None
         self._thread: _Thread | None = None
 
@@ -157,6 +163,7 @@ class WireGroup(StandInGroup):
         message = tensors[0]
         if not message.is_floating_point():  # which parameters were used is said in whole numbers
             return self.group.allreduce(tensors, *options)
+        self.sent += 1
         wire = self._wires[self._next]
         self._next = (self._next + 1) % len(self._wires)
         # Sparse gradients are as large as each batch makes them; others than fp32 travel as they are.
@@ -183,8 +190,7 @@ class _Thread:
 
     def __init__(self, group: Any) -> None:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group, torch.device("cpu"))
-        self._group: Any = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        self._group = gloo_beside(group)
         # It waits in C++ when the interpreter ends, and must not keep it from ending.
         threading.Thread(target=_work, args=(self._jobs,), name="mgwfbp: messages", daemon=True).start()
 
