@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 from mgwfbp.measure.clock import HostClock
 from mgwfbp.runtime import decide as decide_module
 from mgwfbp.runtime import distributed
+from mgwfbp.runtime import learn as learn_module
 from mgwfbp.runtime import tuner as tuner_module
 from mgwfbp.runtime.kinds import check_kinds
 from mgwfbp.runtime.learn import PackedSteps
@@ -174,7 +175,7 @@ def faults() -> dict[str, Any]:
         def fail(*_: object, **__: object) -> None:
             raise FloatingPointError("no cost today")
 
-        patch.setattr(decide_module, "learn_cost", fail)
+        patch.setattr(learn_module, "learn_cost", fail)
 
     def clock(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(HostClock, "between_s", raise_at(50, OSError("the clock stopped"), HostClock.between_s))

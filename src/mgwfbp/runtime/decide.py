@@ -49,9 +49,10 @@ GLANCE: tuple[Note, ...] = ("settle", "plain", "plain")
 LOOK: tuple[Note, ...] = ("settle", "plain", "plain", "plain")
 GLANCES = 3  # turns in which all candidates take part, whatever came of them
 MAX_ROUNDS = 3  # of planning
-# Plans are made for the learnt cost, and for messages slower by half of what they are typically off, and by all of it:
-# a plan that is best only where the cost is underestimated is not wanted, nor one that gives much away to be safe.
-CAUTIONS = (0.0, 0.5, 1.0)
+# Plans that are run next are made for messages as much slower than learnt as these are typically off: one that is best
+# only where the cost is underestimated teaches little. A plan that is to be the only one must not give much away to be
+# safe either, and is chosen by the mean of these.
+CAUTION, CAUTIONS = 1.0, (0.0, 0.5, 1.0)
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
 # A plan that is kept is faster than the buckets in force with so much confidence; one that is dropped slower than
@@ -129,7 +130,7 @@ def decide(
         tried[one_mib.groups] = ("bucket-1", one_mib)
         known.learn(one_mib, (yield Turn(one_mib, OBSERVE_MESSAGES, "observing buckets of 1 MiB")))
     for number in range(1, MAX_ROUNDS + 1):
-        plan = allowed(find_plan(known.trace, known.cost, plan_cautiously))
+        plan = allowed(find_plan(known.trace, off_by(known.cost, CAUTION)))
         if plan.groups in tried:
             break
         tried[plan.groups] = (f"optimal {number}", plan)
