@@ -107,7 +107,8 @@ class StrategyResult:
     @property
     def is_fixed_bucket(self) -> bool:
         """Whether it is DDP with one bucket size for every model: its default, or another."""
-        return self.strategy in ("ddp", "bucket") or self.strategy.startswith("bucket-")
+        is_bucket = self.strategy in ("ddp", "bucket") or self.strategy.startswith("bucket-")
+        return is_bucket and "+" not in self.strategy  # which stands before a precision
 
 
 @dataclass(frozen=True, slots=True, repr=False)
