@@ -14,6 +14,7 @@ from tests.bench.ranks import LOW, PLANNED, STRATEGIES, all_scenarios
 from tests.examples import linear_costs, make_trace, traces
 from tests.train.ranks import started
 
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 WORLD = 3
 
 
