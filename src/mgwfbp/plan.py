@@ -146,6 +146,14 @@ class MergePlan(Record):
         """All that two plans which send the same have in common: groups, and how they travel."""
         return self.groups, self.wire
 
+    def low_bytes(self, size_of: Mapping[str, int]) -> int:
+        """Return how many bytes of gradients travel in low precision, with the bytes of each by its name.
+
+        >>> MergePlan("toy", "by hand", (("b",), ("a",)), wire=("", "bfloat16")).low_bytes({"a": 4, "b": 8})
+        4
+        """
+        return sum(size_of[name] for group, wire in zip(self.groups, self.wires, strict=True) if wire for name in group)
+
     @property
     def group_sizes(self) -> tuple[int, ...]:
         """How many gradients each message carries."""

@@ -54,11 +54,6 @@ def test_the_fastest_of_many_noisy_rivals_must_be_faster_as_one_of_many() -> Non
     assert world.truth(verdict.candidates[0].plan).iteration_s <= 1.005 * world.truth(world.default).iteration_s
 
 
-def low_bytes(world: World, plan: MergePlan) -> int:
-    size_of = world.gradients.size_of
-    return sum(size_of[name] for group, wire in zip(plan.groups, plan.wires, strict=True) if wire for name in group)
-
-
 def test_where_the_link_bounds_the_step_messages_travel_in_low_precision_and_no_more_than_it_takes() -> None:
     world = quiet("10gbe", 4, "resnet50-h200-b32")
     plain = tune_in(quiet("10gbe", 4, "resnet50-h200-b32"))
@@ -70,7 +65,8 @@ def test_where_the_link_bounds_the_step_messages_travel_in_low_precision_and_no_
     assert chosen.wire
     assert world.truth(chosen).iteration_s < 0.75 * world.truth(plain.candidates[0].plan).iteration_s
     assert world.truth(chosen).iteration_s <= 1.02 * world.truth(best).iteration_s
-    assert low_bytes(world, chosen) <= 1.1 * low_bytes(world, best)
+    size_of = world.gradients.size_of
+    assert chosen.low_bytes(size_of) <= 1.1 * best.low_bytes(size_of)
     for size in (10**6, 10**7):
         assert both.low(size) == pytest.approx(world.cost(size // 2), rel=0.15)
 

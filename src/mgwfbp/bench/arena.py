@@ -11,6 +11,7 @@ from mgwfbp.bench.contenders import HOOKED, Contender, hook_mib
 from mgwfbp.bench.turns import Step
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.workload import Workload, run_to_loss
+from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.strategies import parallel
 from mgwfbp.runtime.tuning import Tuning
@@ -80,7 +81,7 @@ class Arena:
         if hook_mib(contender.strategy) is not None:
             return self._with_torchs_hook(contender.strategy)
         if contender.wire is not None:
-            return self._in_low_precision(contender)
+            return self._in_low_precision(contender.wire, contender.plan)
         if contender.strategy in HOOKED:
             if contender.strategy not in self._hooked:
                 self._hooked[contender.strategy] = parallel(
@@ -90,14 +91,12 @@ class Arena:
         self._planned.replan(None if contender.by_torch else contender.plan)
         return self._planned
 
-    def _in_low_precision(self, contender: Contender) -> DistributedDataParallel:
-        wire = contender.wire
-        assert wire is not None  # noqa: S101 - asked for only then
+    def _in_low_precision(self, wire: str, plan: MergePlan) -> DistributedDataParallel:
         if wire not in self._wired:
             self._wired[wire] = DistributedDataParallel(
-                self._workload.model, plan=contender.plan, wire=wire, **self._ddp_arguments
+                self._workload.model, plan=plan, wire=wire, **self._ddp_arguments
             )
-        self._wired[wire].replan(contender.plan)
+        self._wired[wire].replan(plan)
         return self._wired[wire]
 
     def _with_torchs_hook(self, strategy: str) -> DistributedDataParallel:

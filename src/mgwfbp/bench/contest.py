@@ -61,7 +61,7 @@ class Listener:
 def num_steps(strategies: Sequence[str], schedule: Schedule, *, learns: bool, timelines: bool) -> int:
     """Return about how many steps a contest takes; a tuner's are some hundred more."""
     turns = schedule.turns * (1 + len(strategies)) * (schedule.settle + schedule.steps)
-    low = len(LOW_MIB) if any("+" in name for name in strategies) else 0
+    low = len(LOW_MIB) if any(split_wire(name)[1] for name in strategies) else 0
     learning = (len(LEARN_FROM) + low) * (1 + len(NOTES)) if learns else 0
     watched = len(strategies) * (1 + WATCHED_STEPS) if timelines else 0
     return turns + learning + watched + TUNING_STEPS * sum(split_wire(name)[0] == "auto" for name in strategies)

@@ -102,8 +102,7 @@ def learn(
     assert known is not None  # noqa: S101 - there is a contender
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
     known.messages_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in known.messages_s.items()}
-    low_cost = known.both.low if known.low_messages_s else None
-    assert low_cost is None or isinstance(low_cost, PiecewiseCost)  # noqa: S101 - learnt costs are curves
+    low_cost = known.low_cost if known.low_messages_s else None
     return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms), low_cost)
 
 

@@ -61,7 +61,7 @@ class NotedMessages:
         Ranks begin their forward passes at different times, but leave a reduction together: so times count from there,
         and whatever comes before the backward pass is packed as the forward pass.
         """
-        groups = tuple(tuple(reducer.names[place] for place in bucket) for bucket in reducer.buckets())
+        groups = reducer.groups_of(reducer.buckets())
         plan = MergePlan(gradients.model, "ddp" if reducer.given is None else "plan in force", groups)
         sizes, named = gradients.sizes_of(plan), zip(reducer.names, reducer.parameters, strict=True)
         by_note = {note: [step for place, step in enumerate(observed) if note_of(place) == note] for note in NOTES[:3]}

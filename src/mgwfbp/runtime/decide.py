@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import fmean, median, stdev
 
-from mgwfbp.cost import Cost, PiecewiseCost, WireCost
+from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, plan_wire, planner_of
 from mgwfbp.ranges import off_by, predict_range
@@ -146,8 +146,7 @@ def decide(
     trace = known.trace
     chosen = _predicted(chosen, trace, both)
     exposed_s = median(seen.plain.exposed_s) if seen.plain else 0.0
-    low_cost = both.low if isinstance(both, WireCost) else None
-    assert low_cost is None or isinstance(low_cost, PiecewiseCost)  # noqa: S101 - learnt costs are curves
+    low_cost = known.low_cost if wire else None
     return Verdict((chosen, *candidates[1:]), comparison, trace, known.cost, exposed_s, low_cost)
 
 
@@ -180,11 +179,7 @@ def _decide_on_wire(
     trace, both = known.trace, known.both
     candidates = [_predicted(Candidate(name, plan, 0.0), trace, both) for name, plan in tried.values()]
     size_of = known.gradients.size_of
-
-    def low_bytes(plan: MergePlan) -> int:
-        return sum(size_of[name] for group, low in zip(plan.groups, plan.wires, strict=True) if low for name in group)
-
-    compared, comparison = yield from compare(candidates, limits, known.learn, low_bytes)
+    compared, comparison = yield from compare(candidates, limits, known.learn, lambda plan: plan.low_bytes(size_of))
     seen = {one.plan.messages for one in compared}
     return [*compared, *(one for one in found if one.plan.messages not in seen)], comparison
 

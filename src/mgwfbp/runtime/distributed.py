@@ -30,7 +30,6 @@ from mgwfbp.runtime.learn import Gradients, Note
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.runtime.observe import Observer, weakly
 from mgwfbp.runtime.reducer import (
-    Buckets,
     Parameters,
     ReducerHandle,
     cannot_hold,
@@ -186,7 +185,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return
         handle = self._handle = ReducerHandle(self)
         if self._plan is not None:
-            handle.set_buckets(_buckets_of(self._plan, handle), self._plan.wire)
+            handle.set_buckets(handle.buckets_of(self._plan.groups), self._plan.wire)
         follow_plans()
         if self._tuning == _TO_BEGIN:
             self._start_tuner(self._settled)
@@ -200,13 +199,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """
         handle, plan = self._handle, self._plan
         if plan is not None and (
-            handle is None or (handle.given, handle.wires) in ((None, ()), (_buckets_of(plan, handle), plan.wire))
+            handle is None or (handle.given, handle.wires) in ((None, ()), (handle.buckets_of(plan.groups), plan.wire))
         ):
             return plan
         if missing() or cannot_hold(self):
             return None
         handle = handle or ReducerHandle(self)  # of a model that is torch's alone: only for this question
-        groups = tuple(tuple(handle.names[place] for place in bucket) for bucket in handle.buckets())
+        groups = handle.groups_of(handle.buckets())
         is_tried = handle.given is not None and isinstance(self._observer, Tuner)
         return MergePlan(type(self.module).__name__, "on trial" if is_tried else "ddp", groups, wire=handle.wires)
 
@@ -336,7 +335,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._stop_tuning("a plan was set by hand")
         self._handle = handle
         self._plan = agreed
-        buckets, wires = (None, ()) if agreed is None else (_buckets_of(agreed, handle), agreed.wire)
+        buckets, wires = (None, ()) if agreed is None else (handle.buckets_of(agreed.groups), agreed.wire)
         if (buckets, wires) != (handle.given, handle.wires):
             handle.set_buckets(buckets, wires)
             warn_of_old_cuts(self)
@@ -520,11 +519,6 @@ def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergeP
     check_wire(loaded.wire, wire)
     check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
     return loaded
-
-
-def _buckets_of(plan: MergePlan, handle: ReducerHandle) -> Buckets:
-    places = {name: place for place, name in enumerate(handle.names)}
-    return [[places[name] for name in group] for group in plan.groups]
 
 
 def _is_ours(hook: Any) -> bool:

@@ -258,11 +258,15 @@ class Known:
 
     @property
     def both(self) -> WireCost:
-        """That cost, and what a message costs in low precision: learnt over half the bytes of the former."""
-        full = self.cost
-        half = halved(full)
+        """That cost, and what a message costs in low precision."""
+        return WireCost(self.cost, self.low_cost)
+
+    @property
+    def low_cost(self) -> PiecewiseCost:
+        """What a message costs in low precision: learnt over what half the bytes cost as they are."""
+        half = halved(self.cost)
         assert isinstance(half, PiecewiseCost)  # noqa: S101 - of a curve
-        return WireCost(full, learn_cost(self.low_messages_s, self.workers, half))
+        return learn_cost(self.low_messages_s, self.workers, half)
 
 
 def learn_trace(steps: AgreedSteps, gradients: Gradients, source: Mapping[str, Any] | None = None) -> ModelTrace:

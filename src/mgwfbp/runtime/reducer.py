@@ -191,6 +191,15 @@ class Parameters:
         self.names = tuple(by_id[id(parameter)] for parameter in self.parameters)
         self.sizes = tuple(parameter.nbytes for parameter in self.parameters)
 
+    def buckets_of(self, groups: Sequence[Sequence[str]]) -> Buckets:
+        """Return the buckets that hold a plan's groups."""
+        places = {name: place for place, name in enumerate(self.names)}
+        return [[places[name] for name in group] for group in groups]
+
+    def groups_of(self, buckets: Buckets) -> tuple[tuple[str, ...], ...]:
+        """Return the groups of a plan whose buckets these are."""
+        return tuple(tuple(self.names[place] for place in bucket) for bucket in buckets)
+
 
 class ReducerHandle(Parameters):
     """What may be asked of, and done to, the Reducer of one DDP model.

@@ -200,7 +200,7 @@ def _tune(
             raise _EndError(reason)
         held = progress.in_force = reducer.buckets()
         progress.wires = reducer.wires
-        groups = tuple(tuple(reducer.names[place] for place in bucket) for bucket in held)
+        groups = reducer.groups_of(held)
         in_force = before.plan if before else None
         default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)
         if dist.get_rank(group) == 0:
@@ -276,8 +276,7 @@ def _read(
     plan = _read_plan(said, gradients.model) if verdict is None else verdict.candidates[0].plan
     check_wire(plan.wire, wire)
     check_kinds(plan, kinds)
-    places = {name: place for place, name in enumerate(reducer.names)}
-    buckets = [[places[name] for name in names] for names in plan.groups]
+    buckets = reducer.buckets_of(plan.groups)
     notes, doing = tuple(said.get("notes", ())), said.get("doing", "")
     return _Order(plan, buckets, gradients.sizes_of(plan), notes, doing, verdict)
 
