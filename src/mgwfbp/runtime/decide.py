@@ -15,9 +15,9 @@ nothing here waits, measures or depends on a clock, and tests drive it in simula
    turns, and as sure for all rivals together: the fastest of many noisy ones is fast by chance too). The comparison
    ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
 
-5. Where messages may travel in low precision (``wire``): run the plan that was kept with all messages so and observe
-   them, *plan* both, messages and precision (`plan_wire`), observe, plan again; *compare* these with the plan that was
-   kept; and of those within `PRECISION` of the fastest keep the one that sends the fewest bytes in low precision.
+Where messages may travel in low precision (``wire``), the last plan of 2 is run with all messages so and observed,
+then both, messages and precision, are planned (`plan_wire`), observed, and planned again. These plans take part in 3;
+and of those within `PRECISION` of the fastest the one that sends the fewest bytes in low precision is kept.
 
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
 does not change the forward pass: so the part of a step that goes with its forward pass is taken out of the comparison
@@ -120,7 +120,6 @@ def decide(
         wire: the precision in which messages may travel besides their own.
     """
     in_force, default = default, replace(default, wire=())
-    limits = limits if wire is None else replace(limits, steps=limits.steps // 2)  # for each of two comparisons
     known = Known(gradients, workers)
     known.learn(default, (yield Turn(default, OBSERVE, "observing the buckets in force")))
     tried = {} if torchs is None else {torchs.groups: ("ddp", torchs)}
@@ -136,9 +135,10 @@ def decide(
         tried[plan.groups] = (f"optimal {number}", plan)
         known.learn(plan, (yield Turn(plan, OBSERVE, f"observing plan {number}")))
     candidates = _candidates(tried, known, allowed)
-    candidates, comparison = yield from compare(candidates, limits, known.learn)
     if wire is not None:
-        candidates, comparison = yield from _decide_on_wire(candidates, known, allowed, limits, wire, in_force)
+        candidates += yield from _in_low_precision(plan, known, allowed, wire, in_force)
+    size_of = gradients.size_of
+    candidates, comparison = yield from compare(candidates, limits, known.learn, lambda plan: plan.low_bytes(size_of))
     chosen = candidates[0]
     seen = yield Turn(chosen.plan, OBSERVE, f"observing {chosen.name}")
     known.learn(chosen.plan, seen)
@@ -150,38 +150,30 @@ def decide(
     return Verdict((chosen, *candidates[1:]), comparison, trace, known.cost, exposed_s, low_cost)
 
 
-def _decide_on_wire(
-    found: Sequence[Candidate],
+def _in_low_precision(
+    merged: MergePlan,
     known: Known,
     allowed: Callable[[MergePlan], MergePlan],
-    limits: Limits,
     wire: str,
     in_force: MergePlan,
-) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
-    """Compare the plan that was kept with plans that send some messages in low precision."""
-    kept = found[0]
+) -> Generator[Turn, Seen, list[Candidate]]:
+    """Learn what messages in low precision take, those of a plan first, and return plans that send some so."""
     short = SHORT_WIRES[wire]
-    tried = {kept.plan.messages: (kept.name, kept.plan)}
-    everything = _all_in(wire, kept.plan, allowed)
-    tried.setdefault(everything.messages, (f"{kept.name}+{short}", everything))
+    everything = _all_in(wire, merged, allowed)
+    tried = {everything.messages: (f"all {short} 1", everything)}
     known.learn(everything, (yield Turn(everything, OBSERVE_MESSAGES, f"observing messages in {wire}")))
     for number in range(1, MAX_ROUNDS + 1):
         plan = allowed(plan_wire(known.trace, known.both, wire, tolerance=PRECISION))
-        if plan.messages in tried:
+        if plan.messages in tried or not plan.wire:  # without, it is the plan in full precision, or about as good
             break
         tried[plan.messages] = (f"optimal {number}+{short}", plan)
-        if plan.wire:
-            known.learn(plan, (yield Turn(plan, OBSERVE_MESSAGES, f"observing plan {number} in {wire}")))
-    merged = _all_in(wire, find_plan(known.trace, known.both.low), allowed)
-    tried.setdefault(merged.messages, (f"all {short}", merged))
+        known.learn(plan, (yield Turn(plan, OBSERVE_MESSAGES, f"observing plan {number} in {wire}")))
+    everything = _all_in(wire, find_plan(known.trace, known.both.low), allowed)
+    tried.setdefault(everything.messages, (f"all {short} 2", everything))
     if in_force.wire:
         tried.setdefault(in_force.messages, ("in force", in_force))
     trace, both = known.trace, known.both
-    candidates = [_predicted(Candidate(name, plan, 0.0), trace, both) for name, plan in tried.values()]
-    size_of = known.gradients.size_of
-    compared, comparison = yield from compare(candidates, limits, known.learn, lambda plan: plan.low_bytes(size_of))
-    seen = {one.plan.messages for one in compared}
-    return [*compared, *(one for one in found if one.plan.messages not in seen)], comparison
+    return [_predicted(Candidate(name, plan, 0.0), trace, both) for name, plan in tried.values() if plan.wire]
 
 
 def _all_in(wire: str, plan: MergePlan, allowed: Callable[[MergePlan], MergePlan]) -> MergePlan:
