@@ -64,6 +64,7 @@ def bench(
         bool, typer.Option(help="Plan and predict with what messages and gradients take in training, watched first.")
     ] = True,
     budget: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the sweep of message sizes.")] = 10.0,
+    tune_steps: Annotated[int, typer.Option(min=0, help="In which `auto` may compare plans, at most.")] = 800,
     batch_size: BatchSize = None,
     image_size: ImageSize = None,
     sequence_length: SequenceLength = None,
@@ -105,7 +106,7 @@ def bench(
 
     schedule = Schedule(turns, steps, settle)
     with process_group(device, None, timeout_s=BENCH_TIMEOUT_S):
-        wanted = _Wanted(names, network_label or network_name(), budget)
+        wanted = _Wanted(names, network_label or network_name(), budget, tune_steps)
         if replay is None:
             with failures_of(chosen.spec, batch_size, device):
                 case = _model_case(lambda: chosen.build(device_of(device)), wanted)
@@ -154,6 +155,7 @@ class _Wanted:
     strategies: tuple[str, ...]
     network: str
     budget_s: float  # for the sweep
+    tune_steps: int
 
 
 def _replay_case(recorded: ModelTrace, scale: float, wanted: _Wanted) -> "Case":
@@ -195,7 +197,7 @@ def _measured(workload: "Workload", trace: ModelTrace, wanted: _Wanted, ddp_argu
         with _fraction("parameter servers") as on_progress:
             largest = max(layer.grad_bytes for layer in trace.layers)
             servers = measure_servers(device, max_bytes=largest, on_progress=on_progress)
-    return Case(workload, trace, cost, wanted.network, servers, ddp_arguments)
+    return Case(workload, trace, cost, wanted.network, servers, {"tune_steps": wanted.tune_steps, **ddp_arguments})
 
 
 def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:
