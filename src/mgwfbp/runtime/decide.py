@@ -12,8 +12,9 @@ nothing here waits, measures or depends on a clock, and tests drive it in simula
    goes through all that are left, every second one backwards, so that what drifts, drifts for all alike. A plan is
    compared with another within turns only. One that is slower beyond doubt (`DROPPED`) takes no more turns.
 4. *Keep* the buckets in force unless another plan is faster beyond doubt (`CONFIDENCE`, one-sided, of Student's t over
-   turns, and as sure for all rivals together: the fastest of many noisy ones is fast by chance too). The comparison
-   ends as soon as this is decided, or what is left to win is below `WORTH`, or at a limit.
+   turns, and as sure for all rivals together: the fastest of many noisy ones is fast by chance too, but not far ahead
+   in every turn). The comparison ends as soon as this is decided, or what is left to win is below `WORTH`, or at a
+   limit.
 
 Where messages may travel in low precision (``wire``), the last plan of 2 is run with all messages so and observed,
 then both, messages and precision, are planned (`plan_wire`), observed, and planned again. These plans take part in 3;
@@ -58,8 +59,9 @@ FAR = 4  # bucket sizes are far from each other where one is so many times the o
 # A plan that is kept is faster than the buckets in force with so much confidence; one that is dropped slower than
 # another; and no more turns are taken where with so much confidence nothing is left to win.
 CONFIDENCE, DROPPED, FUTILE = 0.995, 0.99, 0.95
-# After the glances: slower than the best by more than this is out, whatever the noise.
-HOPELESS = 0.10
+# Far behind, or ahead: by more than this, and by half of it in every turn. After the glances a plan that is far behind
+# the best is out, whatever the noise.
+FAR_BEHIND = 0.10
 # Less than this is not worth more turns.
 WORTH = 0.005
 # Precision is given up only for more than this part of the step.
@@ -330,13 +332,18 @@ class _Race:
     def _is_slower(self, place: int, best: int) -> bool:
         difference = self._difference(place, best, confidence=DROPPED)
         worse = PRECISION if self._low_bytes[place] < self._low_bytes[best] else 0.0
-        return difference.low > worse or (
-            difference.middle > HOPELESS and min(self._paired(place, best)) > HOPELESS / 2
-        )
+        return difference.low > worse or self._is_far_behind(place, best)
+
+    def _is_far_behind(self, place: int, other: int) -> bool:
+        paired = self._paired(place, other)
+        return len(paired) >= GLANCES and min(paired) > FAR_BEHIND / 2 and _interval(paired, 0.5).middle > FAR_BEHIND
 
     def _gain(self, place: int) -> "_Interval":
-        """Return what a plan gains against torch's own, as a part of the step; all rivals' bounds hold together."""
-        rivals = max(1, len(self._candidates) - 1)
+        """Return what a plan gains against torch's own, as a part of the step.
+
+        All rivals' bounds hold together, but for those that are far ahead: few of many are so by chance.
+        """
+        rivals = 1 if self._is_far_behind(0, place) else max(1, len(self._candidates) - 1)
         return self._difference(0, place, 1 - (1 - CONFIDENCE) / rivals)
 
     def _difference(self, place: int, other: int, confidence: float = CONFIDENCE) -> "_Interval":
