@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PlanError,
         ReportError,
         ResultError,
+        ShardError,
         SimulationError,
         StrategyError,
         TimelineError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mgwfbp.run import TrainingRun
     from mgwfbp.runtime.distributed import DistributedDataParallel
     from mgwfbp.runtime.explain import explain
+    from mgwfbp.runtime.sharded import ShardedOptimizer
     from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
     from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
     from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
@@ -71,6 +73,8 @@ __all__ = [
     "ReportError",
     "ResultError",
     "Scenario",
+    "ShardError",
+    "ShardedOptimizer",
     "Simulation",
     "SimulationError",
     "Span",
@@ -113,6 +117,7 @@ _HOMES = {
     "run": "TrainingRun",
     "runtime.distributed": "DistributedDataParallel",
     "runtime.explain": "explain",
+    "runtime.sharded": "ShardedOptimizer",
     "simulate": "Cluster Scenario Simulation simulate_steps",
     "timeline": "Span Timeline lower_bound_s predict predict_naive predict_parameter_server",
     "trace": "LayerTrace ModelTrace load_trace recorded_traces",

@@ -9,6 +9,7 @@
     ├── CostError       (ValueError)   impossible all-reduce cost, or samples no cost can be fitted to
     ├── NetworkError    (ValueError)   impossible or unknown network
     ├── PlanError       (ValueError)   impossible plan, unknown planner, a plan for another model or not every rank's
+    ├── ShardError      (ValueError)   what a sharded optimizer cannot do, or a gradient that no rank has whole
     ├── StrategyError   (ValueError)   unknown strategy, or one that lacks something or cannot do what is asked
     ├── TimelineError   (ValueError)   impossible timeline
     ├── ResultError     (ValueError)   impossible result of a benchmark
@@ -34,6 +35,7 @@ __all__ = [
     "PlanError",
     "ReportError",
     "ResultError",
+    "ShardError",
     "SimulationError",
     "StrategyError",
     "TimelineError",
@@ -68,6 +70,10 @@ class NetworkError(MgwfbpError, ValueError):
 
 class PlanError(MgwfbpError, ValueError):
     """A plan that cannot be, an unknown planner, a plan for another model, or one that not every rank has."""
+
+
+class ShardError(MgwfbpError, ValueError):
+    """What a sharded optimizer cannot do, or a gradient that is used as if one rank had all of it."""
 
 
 class StrategyError(MgwfbpError, ValueError):

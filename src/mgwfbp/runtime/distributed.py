@@ -30,12 +30,14 @@ from mgwfbp.runtime.learn import Gradients, Note
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.runtime.observe import Observer, weakly
 from mgwfbp.runtime.reducer import (
+    Buckets,
     Parameters,
     ReducerHandle,
     cannot_hold,
     missing,
     uncompiled,
 )
+from mgwfbp.runtime.rows import Shards
 from mgwfbp.runtime.strides import StrideWatch
 from mgwfbp.runtime.tuner import Tuner
 from mgwfbp.runtime.tuning import Tuning
@@ -94,6 +96,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     _drift: Drift | None = None
     _settled: Tuning | None = None  # what the tuner found when it settled last
     _builtin_hook: Any = None  # that was registered
+    _shards: Shards | None = None  # of a sharded optimizer
     _explaining: Any = None  # what `mgwfbp.explain` returned, until it has ended
 
     def __init__(
@@ -340,8 +343,37 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             handle.set_buckets(buckets, wires)
             warn_of_old_cuts(self)
 
+    def synchronize(self) -> None:
+        """Wait for all parameters that a `ShardedOptimizer` gathers; without one there is nothing to wait for.
+
+        Only who holds parameters, and does not ask the module for them, needs it.
+        """
+        if self._shards is not None:
+            self._shards.finish_all()
+
+    def _shard_with(self, shards: Shards) -> None:
+        """Let a `ShardedOptimizer` have the gradients."""
+        handle = self._handle
+        assert handle is not None  # noqa: S101 - the optimizer has checked it
+        was_working = isinstance(self._observer, Tuner)
+        self._stop_tuning("a sharded optimizer was made")
+        handle.shard_with(shards)
+        self._shards = shards
+        shards.guard(self.module)
+        if was_working:
+            self._tuning = _TO_BEGIN
+            self._start_tuner()
+
+    def _gather_order(self) -> Buckets:
+        """Return the groups in which parameters are gathered: the buckets, in the order of the forward pass."""
+        handle = self._handle
+        assert handle is not None  # noqa: S101 - it shards
+        return [bucket[::-1] for bucket in handle.buckets()[::-1]]
+
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, observer, drift = self._handle, self._observer, self._drift
+        if self._shards is not None and self._shards.pending and self._is_traced:
+            self._shards.finish_all()
         if handle is not None and handle.is_due:
             handle.before_forward()
         if observer is not None and torch.is_grad_enabled():
@@ -355,7 +387,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             drift.before_step()
         return super()._pre_forward(*inputs, **kwargs)
 
+    @property
+    def _is_traced(self) -> bool:
+        """Whether a compiled graph may be run, which does not ask modules for parameters."""
+        return self.is_compiled or torch.compiler.is_compiling() or _has_compiled(self)
+
     def _post_forward(self, output: Any) -> Any:
+        if self._shards is not None and self._shards.pending and torch.is_grad_enabled():
+            self._shards.finish_all()  # what was not used; the backward pass needs the link
         if self._observer is not None and torch.is_grad_enabled():
             self._observer.after_forward()
         return super()._post_forward(output)
@@ -492,7 +531,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         state["_retune_steps"] = 0  # its place in the group's store is the original's
         if isinstance(self._observer, Tuner):
             state["_tuning"] = _TO_BEGIN
-        for name in ("_handle", "_observer", "_drift", "_strides", "_explaining"):
+        for name in ("_handle", "_observer", "_drift", "_strides", "_explaining", "_shards"):
             state.pop(name, None)
         return state
 
@@ -519,6 +558,13 @@ def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergeP
     check_wire(loaded.wire, wire)
     check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
     return loaded
+
+
+def _has_compiled(model: nn.Module) -> bool:
+    return any(
+        getattr(one, "_compiled_call_impl", None) is not None or type(one).__name__ == "OptimizedModule"
+        for one in model.modules()
+    )
 
 
 def _is_ours(hook: Any) -> bool:

@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
+from mgwfbp.runtime.rows import ShardGroup, Shards
 from mgwfbp.runtime.stand_ins import FreesFirst, NoZeros, ObservedGroup, OnMessage, Script, observed
 from mgwfbp.runtime.wire import WireGroup
 
@@ -222,6 +223,8 @@ class ReducerHandle(Parameters):
         self._on_message: OnMessage | None = None
         # What stands where the Reducer's process group stands, if anything; C++ alone would not keep it.
         self._wire_group: Any = None
+        self._shard_group: Any = None
+        self._torchs: Buckets = []  # where messages go to owners of rows, which must know buckets: those held before
         self._stand_in: Any = None
         self.sample_rate: int | None = None
         self.was_joined = False  # whether it was trained under join, which torch's statistics say
@@ -271,7 +274,8 @@ class ReducerHandle(Parameters):
         count = collectives_of(self.ddp.process_group)
         if count is None:
             return None
-        return lambda: count() + (0 if self._wire_group is None else self._wire_group.sent)
+        beside = [group for group in (self._wire_group, self._shard_group) if group is not None]
+        return lambda: count() + sum(group.sent for group in beside)
 
     @property
     def is_observed(self) -> bool:
@@ -303,6 +307,7 @@ class ReducerHandle(Parameters):
         had, and the error is raised.
         """
         before, wires_before = self.given, self.wires
+        buckets = self._torchs if buckets is None and self._shard_group is not None else buckets
         self.wires = wires
         try:
             if wires != wires_before and buckets == before and buckets is not None:
@@ -326,6 +331,17 @@ class ReducerHandle(Parameters):
                 self._shows_old = True
             else:
                 self._replace_reducer()
+
+    def shard_with(self, shards: Shards) -> None:
+        """Send messages to the owners of their rows from the next step on; between two steps.
+
+        The Reducer gets the buckets that it has, so that torch never makes others.
+        """
+        self._torchs = self.buckets()
+        self._shard_group = ShardGroup(
+            self.ddp.process_group, shards, lambda ended: when_backward_has_ended(lambda: None, ended)
+        )
+        self.set_buckets(self._torchs)
 
     def before_forward(self) -> None:
         """Do what is due when a step of training begins."""
@@ -380,6 +396,9 @@ class ReducerHandle(Parameters):
                 self._wire_group = WireGroup(group)
             stand_in = self._wire_group
             stand_in.take(self.wires)
+        if self._shard_group is not None:
+            stand_in = self._shard_group
+            stand_in.take(self.given or self._torchs)
         if self._on_message is not None:
             stand_in = ObservedGroup(stand_in or group, self._on_message)
         if stand_in is not None or self._stand_in is not None:

@@ -7,18 +7,10 @@ adds these up in fp32, in the order of ranks, and converts the sum once. An all-
 gradient is rounded twice, whatever N is; a ring that adds up 16 bits rounds at every hop. The bytes are the same. Each
 sum is made by one rank only: the result is the same on all ranks, bitwise, and what is not finite stays so on all.
 
-Both collectives carry bytes: no backend has to know the precision.
-
-- nccl: everything is queued on a stream of its own by the thread that runs the backward pass. Ranks queue in the same
-  order, and nothing waits on the host.
-- gloo: a call waits, so all messages go through one thread, one after another. Ranks may not mix the order of
-  collectives in one group, and other collectives (those of SyncBatchNorm, say) are called by other threads: so the
-  thread has a group of its own, made when the first message is sent. Torch does not list it (`gloo_beside`): it ends
-  with the model, and groups that the user makes later get the names that they would get without it.
+Both collectives carry bytes: no backend has to know the precision. They travel through a `Channel`; over gloo all
+messages do, over nccl those in low precision.
 """
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import PlanError
-from mgwfbp.runtime.gloo import gloo_beside, store_of
+from mgwfbp.runtime.channel import Channel, exchange, wait_for, work_of
+from mgwfbp.runtime.gloo import store_of
 from mgwfbp.runtime.stand_ins import StandInGroup
 
 __all__ = ["WireGroup", "average_in", "cannot_wire", "check_wire", "dtype_of"]
-
-Job = Callable[[], None]
 
 # On a CPU messages are converted, sent and summed in blocks of so many numbers.
 BLOCK = 2**19
@@ -101,14 +92,14 @@ def _average_on_host(dtype: torch.dtype, message: Tensor, group: Any) -> None:
     for place, block in enumerate(message.split(BLOCK)):
         low = _lowered(block, dtype, group.size())
         received = torch.empty_like(low)
-        under_way.append((block, low, received, _exchange(received, low, group, 2 * place)))
+        under_way.append((block, low, received, exchange(received, low, group, 2 * place)))
     gathers = []
     for place in range(len(under_way)):
         block, low, received, works = under_way.popleft()  # and what was received is freed, block by block
-        _wait(works)
-        gathers.append((block, low, _exchange(low, _summed(received).expand_as(low), group, 2 * place + 1)))
+        wait_for(works)
+        gathers.append((block, low, exchange(low, _summed(received).expand_as(low), group, 2 * place + 1)))
     for block, low, works in gathers:
-        _wait(works)
+        wait_for(works)
         block.copy_(low.flatten()[: block.numel()])
 
 
@@ -125,20 +116,6 @@ def _summed(rows: Tensor) -> Tensor:
     return rows.sum(dim=0, dtype=torch.float32).to(rows.dtype)
 
 
-def _exchange(received: Tensor, sent: Tensor, group: Any, tag: int) -> list[Any]:
-    """Begin to send a row to every rank and to receive one from each; return what must be waited for."""
-    rank, world = group.rank(), group.size()
-    received[rank].copy_(sent[rank])
-    others = [(rank + shift) % world for shift in range(1, world)]
-    works = [group.recv([received[other].view(torch.uint8)], other, tag) for other in reversed(others)]
-    return works + [group.send([sent[other].view(torch.uint8)], other, tag) for other in others]
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
-
-
 class WireGroup(StandInGroup):
     """The process group of a Reducer, some of whose all-reduces are sent in low precision.
 
@@ -150,8 +127,7 @@ class WireGroup(StandInGroup):
         self._wires: tuple[str, ...] = ()
         self._next = 0
         self.sent = 0  # messages so far: ``group`` does not count those that travel beside it
-        self._stream: torch.cuda.Stream | None = None
-        self._thread: _Thread | None = None
+        self._channel: Channel | None = None
 
     def take(self, wires: Sequence[str]) -> None:
         """Send the messages of later steps so, one word each; between two steps."""
@@ -168,65 +144,17 @@ class WireGroup(StandInGroup):
         self._next = (self._next + 1) % len(self._wires)
         # Sparse gradients are as large as each batch makes them; others than fp32 travel as they are.
         dtype = dtype_of(wire) if wire and not message.is_sparse and message.dtype is torch.float32 else None
-        if message.is_cuda:
-            return self.group.allreduce(tensors, *options) if dtype is None else self._queue_on_gpu(dtype, message)
-        self._thread = self._thread or _Thread(self.group)
-        return self._thread.send(dtype, tensors, options)
-
-    def _queue_on_gpu(self, dtype: torch.dtype, message: Tensor) -> Any:
-        device = message.device
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)  # see `CudaClock` for why of high priority
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
-        with torch.cuda.stream(self._stream):
-            average_in(dtype, message, self.group)
-            future.set_result([message])
-        return torch._C._distributed_c10d._create_work_from_future(future)
-
-
-class _Thread:
-    """A thread that sends messages one after another, through a group of its own."""
-
-    def __init__(self, group: Any) -> None:
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._group = gloo_beside(group)
-        # It waits in C++ when the interpreter ends, and must not keep it from ending.
-        threading.Thread(target=_work, args=(self._jobs,), name="mgwfbp: messages", daemon=True).start()
-
-    def __del__(self) -> None:
-        self._jobs.put(_stop)
-
-    def send(self, dtype: torch.dtype | None, tensors: list[Tensor], options: Sequence[Any]) -> Any:
-        """Queue a message; in no other precision where ``dtype`` is None."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        group = self._group
+        if message.is_cuda and dtype is None:
+            return self.group.allreduce(tensors, *options)
+        channel = self._channel = self._channel or Channel(self.group, message.device)
 
         def job() -> None:
-            try:
-                if dtype is None:
-                    group.allreduce(tensors, *options).wait()
-                else:
-                    with torch.no_grad():
-                        average_in(dtype, tensors[0], group)
-            except Exception as error:  # the Reducer raises it in the backward pass
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is of the result
+            if dtype is None:
+                channel.group.allreduce(tensors, *options).wait()
             else:
-                future.set_result(tensors)
+                average_in(dtype, message, channel.group)
 
-        # Python's futures hold an exception as a result, which the Reducer would take for gradients: only `then` fails.
-        arrived = future.then(lambda sent: sent.wait())
-        self._jobs.put(job)
-        return torch._C._distributed_c10d._create_work_from_future(arrived)
-
-
-def _stop() -> None:
-    raise SystemExit
-
-
-def _work(jobs: "queue.SimpleQueue[Job]") -> None:
-    while True:
-        jobs.get()()
+        return work_of(channel.send(job, tensors))
 
 
 def check_wire(wires: Sequence[str], allowed: str | None) -> None:

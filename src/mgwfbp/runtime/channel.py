@@ -1,0 +1,133 @@
+"""Where messages travel that a process group cannot send by itself: `Channel`, one message after another.
+
+[Note: beside the process group]
+- nccl: everything is queued on a stream of its own by the thread that asks. Ranks queue in the same order, and nothing
+  waits on the host.
+- gloo: a call waits, so all messages go through one thread, one after another. Ranks may not mix the order of
+  collectives in one group, and other collectives (those of SyncBatchNorm, say) are called by other threads: so the
+  thread has a group of its own, made when the first message is sent. Torch does not list it (`gloo_beside`): it ends
+  with the model, and groups that the user makes later get the names that they would get without it.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mgwfbp.runtime.gloo import gloo_beside
+
+__all__ = ["Channel", "all_gather", "exchange", "reduce_scatter", "wait_for", "work_of"]
+
+Job = Callable[[], None]
+Tensors = torch.futures.Future[list[Tensor]]
+
+
+def work_of(future: Tensors) -> Any:
+    """Return what a Reducer takes for a message that is under way."""
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+class Channel:
+    """Sends messages beside a process group, see [Note: beside the process group].
+
+    ``group`` is the one that jobs shall use.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._jobs: queue.SimpleQueue[Job] | None = None
+        self.group = group
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # see `CudaClock` for why of high priority
+        else:
+            self.group = gloo_beside(group)
+            self._jobs = queue.SimpleQueue()
+            # It waits in C++ when the interpreter ends, and must not keep it from ending.
+            threading.Thread(target=_work, args=(self._jobs,), name="mgwfbp: messages", daemon=True).start()
+
+    def __del__(self) -> None:
+        if getattr(self, "_jobs", None) is not None:
+            self._jobs.put(_stop)  # type: ignore[union-attr]
+
+    def send(self, job: Job, result: list[Tensor]) -> Tensors:
+        """Do a job once those before it are done; return what is fulfilled with ``result`` when it is.
+
+        On a GPU the job queues what it does on the channel's stream, behind what the current stream has been given.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            queued: Tensors = torch.futures.Future(devices=[self._device])
+            with torch.cuda.stream(self._stream):
+                job()
+                queued.set_result(result)
+            return queued
+        assert self._jobs is not None  # noqa: S101 - there is a thread where there is no stream
+        future: Tensors = torch.futures.Future()
+
+        def on_thread() -> None:
+            try:
+                with torch.no_grad():
+                    job()
+            except Exception as error:  # whoever waits raises it
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is of the result
+            else:
+                future.set_result(result)
+
+        # Python's futures hold an exception as a result, which a Reducer would take for gradients: only `then` fails.
+        arrived = future.then(lambda sent: sent.wait())
+        self._jobs.put(on_thread)
+        return arrived
+
+
+def _stop() -> None:
+    raise SystemExit
+
+
+def _work(jobs: "queue.SimpleQueue[Job]") -> None:
+    while True:
+        jobs.get()()
+
+
+def exchange(received: Tensor, sent: Tensor, group: Any, tag: int = 0) -> list[Any]:
+    """Begin to send a row to every rank and to receive one from each, over gloo; return what must be waited for."""
+    rank, world = group.rank(), group.size()
+    received[rank].copy_(sent[rank])
+    others = [(rank + shift) % world for shift in range(1, world)]
+    works = [group.recv([received[other].view(torch.uint8)], other, tag) for other in reversed(others)]
+    return works + [group.send([sent[other].view(torch.uint8)], other, tag) for other in others]
+
+
+def reduce_scatter(rows: Tensor, own: Tensor, group: Any) -> None:
+    """Sum one row over ranks, this rank's, of those that each has for every rank; on a CPU it waits."""
+    if rows.is_cuda:
+        _queue(dist.reduce_scatter_tensor, own, rows.flatten(), group)
+        return
+    received = torch.empty_like(rows)
+    wait_for(exchange(received, rows, group))
+    # In the order of ranks, so that the sum does not depend on who came first; 16 bits would round at every rank.
+    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    own.copy_(received.sum(dim=0, dtype=wide))
+
+
+def all_gather(rows: Tensor, own: Tensor, group: Any) -> None:
+    """Bring every rank's row to all ranks; on a CPU it waits."""
+    if rows.is_cuda:
+        _queue(dist.all_gather_into_tensor, rows.flatten(), own, group)
+    else:
+        wait_for(exchange(rows, own.expand_as(rows), group))
+
+
+def _queue(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:
+    """Let the current stream wait for a collective: asynchronous calls run on nccl's own stream in every torch."""
+    collective(received, sent, group=group, async_op=True).wait()
+
+
+def wait_for(works: Sequence[Any]) -> None:
+    """Wait for what `exchange` has begun."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,376 @@
+"""Gradients that are reduced, and parameters that are gathered, row by row: `Shards`, which a sharded optimizer has.
+
+[Note: rows]
+The memory of every parameter is cut into as many rows as there are ranks, the last ones shorter or empty. A rank *owns*
+one row of each: it alone gets that row of the averaged gradient, has the optimizer's state for it and updates it. In a
+message the rows of all its tensors for one rank lie together, so that one reduce-scatter or all-gather carries it.
+Which tensors share a message has no part in who owns what: messages of either kind may be grouped in any way, and
+otherwise from one step to the next, and no state moves.
+
+[Note: nothing is read too early]
+`Shards.gather` begins all all-gathers, into memory of their own, and returns. A parameter gets what was gathered when
+somebody asks its module for it: the dict in which a module keeps its parameters is a `Guarded` one, which waits for the
+gather that carries the parameter and copies its group. So a forward pass waits for what it uses when it uses it (also
+where a module uses the parameters of another, whose own forward pass never runs), and ``parameters()``,
+``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. Compiled graphs do not ask modules:
+their forward pass begins when all gathers have ended. What can be read too early is a parameter that somebody holds:
+``model.synchronize()`` first.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mgwfbp.errors import ShardError
+from mgwfbp.runtime.channel import Channel, Tensors, all_gather, reduce_scatter, work_of
+from mgwfbp.runtime.stand_ins import StandInGroup
+
+__all__ = ["Guarded", "Owned", "Rows", "ShardGroup", "Shards", "is_dense"]
+
+Buckets = Sequence[Sequence[int]]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor fills a stretch of memory, each place once.
+
+    >>> is_dense(torch.empty(2, 3).t()), is_dense(torch.empty(2, 3)[:, :2])
+    (True, False)
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's numbers in the order in which memory has them, as a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+class Rows:
+    """How tensors lie in a message that holds a row for every rank.
+
+    >>> rows = Rows([5, 2], world=2)
+    >>> rows.pack([torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7])])
+    tensor([[1, 2, 3, 6],
+            [4, 5, 0, 7]])
+    """
+
+    def __init__(self, counts: Sequence[int], world: int) -> None:
+        self._counts, self._world = counts, world
+        self.lengths = [-(-count // world) for count in counts]
+
+    @property
+    def length(self) -> int:
+        """Numbers in a row."""
+        return sum(self.lengths)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the message of flat tensors; rows that a tensor does not fill end with 0."""
+        return torch._chunk_cat(list(tensors), 0, self._world)
+
+    def pack_own(self, own: Sequence[Tensor]) -> Tensor:
+        """Return one row, of one rank's part of each tensor."""
+        missing = [length - part.numel() for length, part in zip(self.lengths, own, strict=True)]
+        return torch.cat(
+            [
+                torch.nn.functional.pad(part, (0, count)) if count else part
+                for part, count in zip(own, missing, strict=True)
+            ]
+        )
+
+    def unpack(self, rows: Tensor, into: Sequence[Tensor]) -> None:
+        """Write a message back into flat tensors."""
+        fits = [count == length * self._world for count, length in zip(self._counts, self.lengths, strict=True)]
+        whole = [
+            tensor.view(self._world, length) if fit else tensor.new_empty(self._world, length)
+            for tensor, length, fit in zip(into, self.lengths, fits, strict=True)
+        ]
+        torch.split_with_sizes_copy(rows, self.lengths, dim=1, out=whole)
+        for tensor, part, fit in zip(into, whole, fits, strict=True):
+            if not fit:
+                tensor.copy_(part.flatten()[: tensor.numel()])
+
+
+class Owned:
+    """A parameter and the row of it that this rank owns."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, rank: int, world: int) -> None:
+        self.name, self.parameter = name, parameter
+        self.memory = memory_of(parameter)
+        length = -(-parameter.numel() // world)
+        self._part = slice(rank * length, (rank + 1) * length)
+        # A view: whoever changes it changes the parameter.
+        self.row = nn.Parameter(self.memory[self._part], requires_grad=parameter.requires_grad)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return this rank's row of a tensor that has the parameter's shape, as a flat tensor."""
+        return self._like_parameter(tensor)[self._part].clone()
+
+    def _like_parameter(self, tensor: Tensor) -> Tensor:
+        own = self.parameter
+        laid_out = torch.empty_strided(own.shape, own.stride(), dtype=tensor.dtype, device=own.device)
+        return memory_of(laid_out.copy_(tensor))
+
+    def whole(self, part: Tensor, group: Any) -> Tensor:
+        """Return what the rows of all ranks make up, in the parameter's shape. All ranks must call it."""
+        rows = Rows([self.parameter.numel()], dist.get_world_size(group))
+        gathered = part.new_empty(dist.get_world_size(group), rows.length)
+        dist.all_gather_into_tensor(gathered.flatten(), rows.pack_own([part.contiguous()]), group=group)
+        own = self.parameter
+        found = torch.empty_strided(own.shape, own.stride(), dtype=part.dtype, device=part.device)
+        memory_of(found).copy_(gathered.flatten()[: own.numel()])
+        return found
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameter has other memory than it had."""
+        return self.parameter.data_ptr() != self.memory.data_ptr()
+
+
+class SpreadGradient(torch.Tensor):
+    """Stands where the gradient of a parameter was whose averaged rows the ranks have: whatever uses it fails.
+
+    But for `torch.amp.GradScaler`, which divides this rank's row and is told of values that any rank found.
+    """
+
+    owned: Owned
+    group: Any
+
+    @staticmethod
+    def __new__(cls, owned: Owned, group: Any) -> "SpreadGradient":
+        like = owned.parameter
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.owned, made.group = owned, group
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            spread, found, *scale = args
+            func([one.owned.row.grad for one in spread], found, *scale)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=spread[0].group)
+            return None
+        name = next(one.owned.name for one in _tensors(args) if isinstance(one, cls))
+        raise ShardError(
+            f"the gradient of {name} was averaged and each rank has a row of it, so that {func} cannot be: clip with "
+            "optimizer.clip_grad_norm_(), and call optimizer.zero_grad() before the next backward pass"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SpreadGradient({self.owned.name})"
+
+
+def _tensors(args: Any) -> Any:
+    for one in args:
+        if isinstance(one, (list, tuple)):
+            yield from _tensors(one)
+        else:
+            yield one
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Parameters that are being gathered."""
+
+    owned: Sequence[Owned]
+    layout: Rows
+    rows: Tensor
+    arrives: Tensors
+
+
+class Shards:
+    """The rows of a model's parameters that this rank owns, and the messages that bring rows to their owners and back.
+
+    See [Note: rows] and [Note: nothing is read too early].
+    """
+
+    def __init__(self, owned: Sequence[Owned], group: Any, gather_group: Any) -> None:
+        self.owned = owned
+        self._group, self._world = group, dist.get_world_size(group)
+        device = owned[0].memory.device
+        self._reduces = Channel(group, device)
+        self._gathers = self._reduces if gather_group is None else Channel(gather_group, device)
+        self._arrived: list[tuple[Sequence[int], Tensor, Tensors]] = []  # of the reduction that is under way
+        self._futures: list[Tensors] = []  # of the gradients that rows have now
+        self.pending: dict[int, _Gather] = {}  # by the id of a parameter
+        self._lock = threading.RLock()
+
+    def reduce(self, places: Sequence[int], message: Tensor) -> Any:
+        """Bring the rows of a bucket's gradients to their owners; return what the Reducer waits for."""
+        owned = [self.owned[place] for place in places]
+        counts = [one.memory.numel() for one in owned]
+        if sum(counts) != message.numel():
+            raise ShardError(f"a bucket has {message.numel()} numbers, expected {sum(counts)}: please report this")
+        layout = Rows(counts, self._world)
+        own = message.new_empty(layout.length)
+
+        def job() -> None:
+            reduce_scatter(layout.pack(message.split(counts)), own, self._reduces.group)
+
+        future = self._reduces.send(job, [message])
+        self._arrived.append((places, own, future))
+        return work_of(future)
+
+    def hand_out(self) -> None:
+        """Give each row its gradient, once the Reducer has ended; a parameter that nobody used has none."""
+        arrived, self._arrived, self._futures = self._arrived, [], []
+        for places, own, future in arrived:
+            self._futures.append(future)
+            owned = [self.owned[place] for place in places]
+            parts = own.split([-(-one.memory.numel() // self._world) for one in owned])
+            for one, part in zip(owned, parts, strict=True):
+                if one.parameter.grad is None:
+                    one.row.grad = None
+                    continue
+                one.row.grad = part[: one.row.numel()]
+                one.parameter.grad = SpreadGradient(one, self._group)
+
+    @property
+    def num_arrived(self) -> int:
+        """How many messages of the reduction that is under way were sent."""
+        return len(self._arrived)
+
+    def wait_for_gradients(self) -> None:
+        """Let the current stream wait for the gradients that rows have."""
+        for future in self._futures:
+            future.wait()
+        self._futures = []
+
+    def gather(self, groups: Buckets) -> None:
+        """Begin to bring the rows of all ranks together, group by group."""
+        self.finish_all()
+        for places in groups:
+            owned = [self.owned[place] for place in places]
+            layout = Rows([one.memory.numel() for one in owned], self._world)
+            own = layout.pack_own([one.row.detach() for one in owned])
+            rows = own.new_empty(self._world, layout.length)
+
+            def job(rows: Tensor = rows, own: Tensor = own) -> None:
+                all_gather(rows, own, self._gathers.group)
+
+            gather = _Gather(owned, layout, rows, self._gathers.send(job, [rows]))
+            self.pending.update((id(one.parameter), gather) for one in owned)
+
+    def finish(self, parameter: Tensor) -> None:
+        """Wait for a parameter, and finish all that came with it."""
+        with self._lock:
+            gather = self.pending.get(id(parameter))
+            if gather is None:
+                return
+            gather.arrives.wait()
+            if gather.rows.is_cuda:
+                gather.rows.record_stream(torch.cuda.current_stream(gather.rows.device))
+            with torch.no_grad():
+                gather.layout.unpack(gather.rows, [one.memory for one in gather.owned])
+            for one in gather.owned:
+                del self.pending[id(one.parameter)]
+
+    def finish_all(self) -> None:
+        """Wait for all parameters."""
+        for one in self.owned:
+            if not self.pending:
+                return
+            self.finish(one.parameter)
+
+    def guard(self, module: nn.Module) -> None:
+        """See to it that nobody gets a parameter of a module, or of a module in it, before it is finished."""
+        for one in module.modules():
+            if one._parameters and not isinstance(one._parameters, Guarded):
+                one.__dict__["_parameters"] = Guarded(one._parameters, self)
+
+    def release(self, module: nn.Module) -> None:
+        """Finish all parameters and leave a module as it was."""
+        self.finish_all()
+        for one in module.modules():
+            if isinstance(one._parameters, Guarded):
+                one.__dict__["_parameters"] = dict(one._parameters)
+
+
+class Guarded(dict[str, Any]):
+    """The parameters of a module, each of which is finished before anybody gets it. Its copy is an ordinary dict."""
+
+    def __init__(self, parameters: dict[str, Any], shards: Shards) -> None:
+        super().__init__(parameters)
+        self._shards = shards
+
+    def _finish(self) -> None:
+        if self._shards.pending:
+            for parameter in super().values():
+                self._shards.finish(parameter)
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if self._shards.pending:
+            self._shards.finish(parameter)
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a parameter, finished."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take a parameter out, finished."""
+        self._finish()
+        return super().pop(name, *default)
+
+    def items(self) -> Any:
+        """Return all names and parameters, finished."""
+        self._finish()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return all parameters, finished."""
+        self._finish()
+        return super().values()
+
+    def copy(self) -> dict[str, Any]:
+        """Return an ordinary dict."""
+        return dict(self.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+class ShardGroup(StandInGroup):
+    """The process group of a Reducer whose messages go to the owners of their rows."""
+
+    def __init__(self, group: Any, shards: Shards, when_ended: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(group)
+        self._shards, self._when_ended = shards, when_ended
+        self._buckets: Buckets = ()
+        self.sent = 0  # messages so far: over gloo ``group`` does not count those that travel beside it
+
+    def take(self, buckets: Buckets) -> None:
+        """Expect these buckets in later steps; between two steps."""
+        self._buckets = buckets
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send a message to the owners of its rows; what holds no gradients as it is."""
+        message = tensors[0]
+        if not message.is_floating_point():  # which parameters were used is said in whole numbers
+            return self.group.allreduce(tensors, *options)
+        self.sent += 1
+        place = self._shards.num_arrived
+        work = self._shards.reduce(self._buckets[place], message)
+        if place + 1 == len(self._buckets):
+            self._when_ended(self._shards.hand_out)
+        return work

@@ -1,0 +1,301 @@
+"""An optimizer of which every rank does its share while parameters travel: `ShardedOptimizer`."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from mgwfbp.errors import ShardError
+from mgwfbp.measure.agreement import first_problem, on_device
+from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.reducer import ReducerHandle
+from mgwfbp.runtime.rows import Owned, Shards, is_dense
+from mgwfbp.units import quote
+
+__all__ = ["ELEMENTWISE", "ShardedOptimizer"]
+
+# What updates every number by itself, so that it may be given rows of parameters.
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+)
+_NOT = {
+    "Adafactor": "keeps averages of whole rows and columns of a matrix",
+    "Muon": "makes whole matrices orthogonal",
+    "LBFGS": "looks at all parameters together",
+    "SparseAdam": "is for sparse gradients",
+}
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class ShardedOptimizer(optim.Optimizer):
+    """An optimizer of torch's, of which each rank does a share, and whose second half hides behind the forward pass.
+
+    Each rank owns one N-th of every parameter. Gradients are reduce-scattered during the backward pass, `step` updates
+    what this rank owns (with 1/N of the optimizer's state and work) and begins to gather the parameters, and the next
+    forward pass waits for each parameter when it uses it: see [Note: rows] and [Note: nothing is read too early] in
+    ``rows.py``. An all-reduce is a reduce-scatter and an all-gather: the bytes and the arithmetic are the same, and
+    parameters after a step are those of torch's DDP with the plain optimizer, bitwise at 2 ranks (clipping apart, whose
+    norm is summed in another order).
+
+    After a backward pass that averaged gradients ``parameter.grad`` can only be set to None: no rank has all of it, and
+    whatever else uses it fails. Clip with `clip_grad_norm_`. ``no_sync``, autocast, `torch.amp.GradScaler`,
+    learning-rate schedulers and parameter groups work as always. Whoever holds parameters, and reads one between `step`
+    and the forward pass that uses it, calls ``model.synchronize()`` first.
+
+    All ranks must make it, and call `step`, `clip_grad_norm_` and `state_dict`.
+
+    Args:
+        model: one of ours, whose parameters are not yet another sharded optimizer's.
+        optimizer_class: one of `torch.optim` that updates every number by itself.
+        params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
+            model where it is not given.
+        **defaults: what the class takes.
+
+    Raises:
+        ShardError: on every rank, where that cannot be; it says why.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer_class: type[optim.Optimizer],
+        params: Params | None = None,
+        **defaults: Any,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ShardError(f"the model is a {type(model).__name__}, expected mgwfbp.DistributedDataParallel")
+        groups = _groups(model.module.parameters() if params is None else params)
+        problem = _problem(model, optimizer_class, groups)
+        with on_device(model.device):
+            failed = first_problem(problem, model.process_group)
+        if failed is not None:
+            raise ShardError(f"rank {failed[0]}: {failed[1]}")
+        self._model = model
+        handle = model._handle
+        assert handle is not None  # noqa: S101 - there is a problem where there is none
+        rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
+        owned = [Owned(name, one, rank, world) for name, one in zip(handle.names, handle.parameters, strict=True)]
+        self._owned = {id(one.parameter): one for one in owned}
+        rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
+        self._inner = optimizer_class(rows, **defaults)
+        super().__init__(groups, self._inner.defaults)
+        self._pull()
+        self._shards = Shards(owned, model.process_group, _gather_group(model))
+        model._shard_with(self._shards)
+        self._is_made = True
+
+    def _row(self, parameter: Tensor) -> Tensor:
+        """Return what this rank updates of a parameter: nothing of one that is frozen."""
+        owned = self._owned.get(id(parameter))
+        return nn.Parameter(parameter.detach()[:0], requires_grad=False) if owned is None else owned.row
+
+    def _numbered(self) -> Iterator[tuple[int, Owned]]:
+        """Return what this rank owns, with the numbers that a state dict has for parameters."""
+        for number, parameter in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
+            if id(parameter) in self._owned:
+                yield number, self._owned[id(parameter)]
+
+    def _push(self) -> None:
+        """Tell the optimizer of the rows what was set here: a scheduler sets learning rates."""
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update((key, value) for key, value in mine.items() if key != "params")
+
+    def _pull(self) -> None:
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            mine.update((key, value) for key, value in inner.items() if key != "params")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the rows that this rank owns, and begin to gather all parameters. All ranks must call it.
+
+        Args:
+            closure: computes the loss anew, as with torch's optimizers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moved = [one.name for one in self._owned.values() if one.has_moved]
+        if moved:
+            raise ShardError(
+                f"the parameter {moved[0]} has other memory than when the optimizer was made: move and convert models "
+                "before DistributedDataParallel, and load weights in place (without assign=True)"
+            )
+        self._shards.finish_all()
+        self._shards.wait_for_gradients()
+        self._push()
+        self._inner.step()
+        self._pull()
+        self._shards.gather(self._model._gather_order())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; they become None in either case, for no rank has one to set to 0."""
+        del set_to_none
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+            parameter.grad = None
+        self._inner.zero_grad()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients down so that their norm over all ranks' rows is ``max_norm`` at most.
+
+        As `torch.nn.utils.clip_grad_norm_` of the averaged gradients, but for the order in which it sums. All ranks
+        must call it, between the backward pass and `step`.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: of the norm; may be ``inf``.
+            error_if_nonfinite: raise where the norm is not finite.
+
+        Returns:
+            The norm before.
+        """
+        self._shards.wait_for_gradients()
+        grads = [one.row.grad for one in self._owned.values() if one.row.grad is not None]
+        norm_type = float(norm_type)
+        is_largest = norm_type == float("inf")
+        group, device = self._model.process_group, next(iter(self._owned.values())).memory.device
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads if grad.numel()]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        if is_largest:
+            total = torch.stack([zero, *norms]).max()
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        else:
+            total = torch.stack([zero, *(norm**norm_type for norm in norms)]).sum()
+            dist.all_reduce(total, group=group)
+            total = total ** (1 / norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
+            )
+        norm = total.to(torch.promote_types(torch.float32, grads[0].dtype) if grads else torch.float32)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while it is made; later there is nothing to add, since it has all parameters."""
+        if getattr(self, "_is_made", False):
+            raise ShardError("the optimizer has all parameters of the model: make a new one with other groups")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the plain optimizer's would be: the state of whole parameters. All ranks must call it.
+
+        It can be loaded into the plain optimizer, and into a sharded one with any number of ranks.
+        """
+        packed = self._inner.state_dict()
+        group = self._model.process_group
+        for number, owned in self._numbered():
+            if number in packed["state"]:
+                packed["state"][number] = {
+                    key: owned.whole(value, group) if _is_like(value, owned.row) else value
+                    for key, value in packed["state"][number].items()
+                }
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of whole parameters, and keep this rank's rows of it."""
+        state = dict(state_dict["state"])
+        for number, owned in self._numbered():
+            if number in state:
+                state[number] = {
+                    key: owned.part_of(value) if _is_like(value, owned.parameter) else value
+                    for key, value in state[number].items()
+                }
+        self._inner.load_state_dict({**state_dict, "state": state})
+        self._pull()
+
+
+def _is_like(value: object, tensor: Tensor) -> bool:
+    """Say whether a value of a state has a number for each of a tensor; a count of steps has one in all."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tensor.shape
+
+
+def _groups(params: Params) -> list[dict[str, Any]]:
+    listed = list(params)
+    if not listed or not isinstance(listed[0], dict):
+        listed = [{"params": listed}]
+    found = []
+    for group in listed:
+        assert isinstance(group, dict)  # noqa: S101 - torch's optimizers say what is wrong with others
+        given = group["params"]
+        found.append({**group, "params": [given] if isinstance(given, Tensor) else list(given)})
+    return found
+
+
+def _problem(
+    model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], groups: list[dict[str, Any]]
+) -> str:
+    """Say why a model cannot have such an optimizer; empty where it can."""
+    handle = model._handle
+    name = getattr(optimizer_class, "__name__", quote(optimizer_class))
+    if optimizer_class not in ELEMENTWISE:
+        reason = _NOT.get(name, "is not known to update every number by itself")
+        return f"{name} {reason}, and a rank has only rows of parameters: expected one of {_names()}"
+    if handle is None:
+        return f"the model's messages cannot be sharded: {model.tuning.reason or 'it was made with tune=False'}"
+    if model._shards is not None:
+        return "the model has a sharded optimizer already, and a parameter can have one only"
+    if model._wire is not None:
+        return f"wire={model._wire!r} and a sharded optimizer each say how gradients travel: leave one out"
+    if handle.has_hooks:
+        return "a communication hook says how gradients travel, and so does a sharded optimizer: leave one out"
+    return _problem_with_parameters(handle, groups)
+
+
+def _problem_with_parameters(handle: ReducerHandle, groups: list[dict[str, Any]]) -> str:
+    given = {id(one) for group in groups for one in group["params"]}
+    own = dict(zip(map(id, handle.parameters), handle.names, strict=True))
+    if strangers := [one for group in groups for one in group["params"] if id(one) not in own and one.requires_grad]:
+        return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
+    if absent := [name for place, name in own.items() if place not in given]:
+        return f"the parameter {absent[0]} is trained by the model and was not given: give all of them"
+    if any(handle.sparse):
+        return "gradients are sparse, and a rank has only rows of dense ones"
+    for name, one in zip(handle.names, handle.parameters, strict=True):
+        if not one.is_floating_point():
+            return f"the parameter {name} is {one.dtype}, expected floating-point numbers"
+        if not is_dense(one) or not one.numel():
+            return f"the parameter {name} has strides {one.stride()}, expected one that fills its memory"
+    devices = {one.device for one in handle.parameters}
+    if len(devices) > 1:
+        return f"parameters are on {len(devices)} devices, expected one"
+    return ""
+
+
+def _names() -> str:
+    return ", ".join(one.__name__ for one in ELEMENTWISE)
+
+
+def _gather_group(model: DistributedDataParallel) -> Any:
+    """Return the group that parameters are gathered in, where it must be another than the gradients'.
+
+    Over nccl what a group is given runs one after another, and a forward pass begins with buffers that rank 0 sends:
+    they would wait for all parameters. Over gloo gathers have a thread and a group of their own in any case.
+    """
+    if model.device.type != "cuda":
+        return None
+    ranks = dist.get_process_group_ranks(model.process_group)
+    return dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())

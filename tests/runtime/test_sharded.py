@@ -1,0 +1,139 @@
+"""The sharded optimizer on real processes, beside torch's DDP with the plain one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.launch import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
+RANKS = "tests.runtime.shard_ranks"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 2 ranks saw."""
+    scenarios = ["optimizers", "modes", "tuned", "readers", "delays", "states", "refused", "loud"]
+    return run_ranks(RANKS, scenarios, folder_of_two(tmp_path_factory), 2)
+
+
+def folder_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.getbasetemp() / "two"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(two: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 4 ranks saw, which also take the state that the 2 wrote."""
+    assert two
+    folder = tmp_path_factory.mktemp("four")
+    (folder / "state.pt").write_bytes((folder_of_two(tmp_path_factory) / "state.pt").read_bytes())
+    return run_ranks(RANKS, ["published", "modes", "resumed"], folder, 4)
+
+
+def test_after_30_steps_parameters_are_bitwise_those_of_the_plain_optimizer_at_2_ranks(two: list[Any]) -> None:
+    for found in two:
+        assert len(found["optimizers"]) == 16
+        # Torch's fused kernel for CPUs rounds what is left at the end of a tensor otherwise than what goes before it.
+        assert found["optimizers"].pop("AdamW fused") < 1e-4
+        assert found["optimizers"] == dict.fromkeys(found["optimizers"], 0.0)
+
+
+def test_so_they_are_in_all_ways_to_train(two: list[Any]) -> None:
+    for found in two:
+        assert found["modes"].pop("16 bits") < 1e-4  # on a CPU torch rounds the ends of tensors otherwise here, too
+        assert found["modes"] == dict.fromkeys(found["modes"], 0.0)
+
+
+def test_at_4_ranks_sums_are_made_in_another_order_and_differ_by_no_more(four: list[Any]) -> None:
+    for found in four:
+        assert {name: error for name, error in found["modes"].items() if error > allowed(name)} == {}
+        assert {name: error for name, error in found["published"].items() if error > allowed(name)} == {}
+
+
+def allowed(name: str) -> float:
+    """Adaptive optimizers divide by what may be nearly 0, and 16 bits round: the last bit of a gradient may be seen."""
+    if name in ("SGD", "momentum", "Nesterov", "views", "static graph", "unused", "frozen and shared"):
+        return 2e-6
+    return {"16 bits": 1e-2, "autocast": 1e-2, "Rprop": 1e-1}.get(name, 3e-4)
+
+
+def test_parameters_are_finished_whoever_reads_them_and_a_change_of_plan_moves_nothing(two: list[Any]) -> None:
+    for found in two:
+        assert found["readers"] == {"mlp": 0.0, "attention": 0.0}
+
+
+def test_late_gathers_change_no_result_and_only_who_holds_parameters_can_read_too_early(two: list[Any]) -> None:
+    for found in two:
+        assert found["delays"]["differences"] == {"read": 0.0, "only trained": 0.0, "held": 0.0}
+        assert found["delays"]["too early"] > 20
+
+
+def test_the_tuner_changes_buckets_and_no_state_moves(two: list[Any]) -> None:
+    for found in (told["tuned"] for told in two):
+        assert found["tuning"][0] == "settled", found["tuning"]
+        assert found["tried"] > 1
+        assert found["difference"] == 0.0
+        assert found["state"] == pytest.approx(2 / 2, rel=0.05)  # two averages, half of each
+
+
+def test_the_state_is_the_plain_optimizers_and_either_goes_on_with_the_others(two: list[Any]) -> None:
+    for found in (told["states"] for told in two):
+        assert found == {"groups": True, "wrong": [], "plain with ours": 0.0, "ours with plain": 0.0}
+
+
+def test_another_number_of_ranks_goes_on_with_a_state(four: list[Any]) -> None:
+    for found in (told["resumed"] for told in four):
+        assert found["wrong"] == []
+        assert found["entries"] == 4
+
+
+def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
+    expected = {
+        "not ours": "the model is a DistributedDataParallel, expected mgwfbp.DistributedDataParallel",
+        "LBFGS": "rank 0: LBFGS looks at all parameters together",
+        "unknown": "rank 0: Mine is not known to update every number by itself",
+        "another model's": "rank 1: a parameter of shape [3] is not one that the model averages gradients of",
+        "not all": "rank 0: the parameter layers.0.weight is trained by the model and was not given",
+        "twice": "rank 0: the model has a sharded optimizer already",
+        "tune=False": "rank 0: the model's messages cannot be sharded: tune=False",
+        "wire": "rank 0: wire='bfloat16' and a sharded optimizer each say how gradients travel",
+        "hook": "rank 0: a communication hook says how gradients travel",
+        "sparse": "rank 0: gradients are sparse",
+        "strides": "rank 0: the parameter weight has strides (8, 1), expected one that fills its memory",
+    }
+    for found in (told["refused"] for told in two):
+        assert found.keys() == expected.keys()
+        for name, words in expected.items():
+            assert found[name].startswith(f"ShardError: {words}"), found[name]
+
+
+def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list[Any]) -> None:
+    for found in (told["loud"] for told in two):
+        for name in ("torch's clipping", "a plain optimizer", "reading", "no zero_grad"):
+            assert "was averaged and each rank has a row of it" in found[name], name
+        assert "make a new one with other groups" in found["add"]
+        assert "the parameter head.weight has other memory than when the optimizer was made" in found["moved"]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 7))
+def test_rows_hold_every_number_once_and_give_it_back(counts: list[int], world: int) -> None:
+    import torch
+
+    from mgwfbp.runtime.rows import Rows
+
+    tensors = [torch.arange(1.0, count + 1) + 100 * place for place, count in enumerate(counts)]
+    rows = Rows(counts, world)
+    message = rows.pack(tensors)
+    assert message.shape == (world, rows.length)
+    assert sorted(message[message != 0].tolist()) == sorted(number for one in tensors for number in one.tolist())
+    found = [torch.empty(count) for count in counts]
+    rows.unpack(message, found)
+    assert all(torch.equal(a, b) for a, b in zip(found, tensors, strict=True))
+    for rank in range(world):
+        own = [one[rank * length : (rank + 1) * length] for one, length in zip(tensors, rows.lengths, strict=True)]
+        assert torch.equal(rows.pack_own(own), message[rank])
