@@ -72,6 +72,7 @@ class Way:
     norm_type: float = 2.0
     autocast: bool = False
     scaler: bool = False
+    plain: bool = False  # without a plan or tuning
     schedule: bool = False
     between: Callable[[nn.Module, Any, int], Any] = lambda *_: None  # what is done after a step, and what it found
 
@@ -102,7 +103,8 @@ def train(way: Way, *, sharded: bool, tune: bool = False, steps: int = STEPS) ->
     module = way.model()
     model: Any
     if sharded:
-        given = {"tune_steps": 60} if tune else {"plan": make_plan(module, 4)}
+        given: dict[str, Any] = {"tune_steps": 60} if tune else {"plan": make_plan(module, 4)}
+        given = {"tune": False} if way.plain else given
         model = DistributedDataParallel(module, **given, **way.ddp)
         optimizer: Any = ShardedOptimizer(model, way.optimizer, params_of(module, way), **way.options)
     else:
@@ -192,6 +194,7 @@ MODES: dict[str, Way] = {
     "attention": Way(model=Attention, ddp={"find_unused_parameters": True}),
     "autocast": Way(autocast=True),
     "scaler": Way(scaler=True),
+    "not tuned": Way(plain=True),
     "no buffers sent": Way(ddp={"broadcast_buffers": False}),
 }
 
@@ -383,7 +386,6 @@ def refused() -> dict[str, Any]:
         ),
         "not all": lambda: ShardedOptimizer(some, optim.SGD, list(some.module.parameters())[1:], lr=0.1),
         "twice": lambda: ShardedOptimizer(twice, optim.SGD, lr=0.1),
-        "tune=False": lambda: ShardedOptimizer(model(tune=False), optim.SGD, lr=0.1),
         "wire": lambda: ShardedOptimizer(model(wire="bfloat16"), optim.SGD, lr=0.1),
         "hook": lambda: ShardedOptimizer(hooked, optim.SGD, lr=0.1),
         "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
@@ -404,6 +406,7 @@ def loud() -> dict[str, Any]:
         "a plain optimizer": told(optim.SGD(module.parameters(), lr=0.1).step),
         "reading": told(lambda: sums(one.grad for one in module.parameters() if one.grad is not None)),
     }
+    found["hook"] = told(lambda: model.register_comm_hook(None, lambda _, bucket: bucket.buffer()))
     optimizer.step()
     found["no zero_grad"] = told(lambda: model(x).sum().backward())
     model.zero_grad()

@@ -302,6 +302,33 @@ def test_runs_whose_messages_travel_in_low_precision_learn_keep_that_and_go_on_b
     assert equal(weights(longer.folder), weights(straight.folder))
 
 
+def test_runs_with_a_sharded_optimizer_end_bitwise_where_plain_ones_do_and_either_goes_on_with_the_other(
+    tmp_path: Path,
+) -> None:
+    config = replace(TINY, schedule="step", clip_norm=1e6)  # whose rate does not depend on the length of the run
+    sharded = replace(config, shard_optimizer=True)
+    plain = weights(train_to_end(config, tmp_path / "plain").folder)
+    assert equal(weights(train_to_end(sharded, tmp_path / "sharded").folder), plain)
+    for name, first, second in (
+        ("resumed", sharded, sharded),
+        ("to plain", sharded, config),
+        ("back", config, sharded),
+    ):
+        train_to_end(replace(first, epochs=1), tmp_path / name)
+        assert equal(weights(train_to_end(second, tmp_path / name, resume=True).folder), plain), name
+
+
+def test_a_sharded_optimizer_is_refused_where_something_else_says_how_gradients_travel() -> None:
+    for options in (
+        {"strategy": "auto", "wire": "bfloat16"},
+        {"strategy": "ddp+bf16"},
+        {"strategy": "naive"},
+        {"strategy": "ps"},
+    ):
+        with pytest.raises(TrainError, match="--shard-optimizer sends gradients itself"):
+            check_strategy(replace(TINY, shard_optimizer=True, **options), num_classes=10, channels=1)  # type: ignore[arg-type]
+
+
 def test_a_planner_chooses_what_travels_in_low_precision_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
     LinearCost(2, 1e-6, 1e-3).save(tmp_path / "cost.json")  # a link so slow that every byte counts
     config = replace(PLAIN, strategy="optimal", wire="float16", cost=str(tmp_path / "cost.json"), epochs=1)

@@ -74,6 +74,12 @@ def train(
     wire: Annotated[
         Wire | None, typer.Option(help="Messages may travel in this precision; for auto, optimal and plans.")
     ] = None,
+    shard_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--shard-optimizer", help="Each worker updates a share; parameters travel behind the next forward pass."
+        ),
+    ] = False,
     trace: Annotated[
         str | None,
         typer.Option(metavar="FILE|NAME", help="For mgwfbp and optimal; measured if not given."),
@@ -131,6 +137,7 @@ def train(
             label_smoothing=label_smoothing,
             autocast=autocast,
             wire=wire,
+            shard_optimizer=shard_optimizer,
             clip_norm=clip_norm,
             seed=seed,
             image_size=image_size,

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from mgwfbp.errors import ShardError
 from mgwfbp.measure.agreement import first_problem, on_device
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.reducer import ReducerHandle
+from mgwfbp.runtime.reducer import Parameters
 from mgwfbp.runtime.rows import Owned, Shards, is_dense
 from mgwfbp.units import quote
 
@@ -84,10 +84,10 @@ class ShardedOptimizer(optim.Optimizer):
         if failed is not None:
             raise ShardError(f"rank {failed[0]}: {failed[1]}")
         self._model = model
-        handle = model._handle
-        assert handle is not None  # noqa: S101 - there is a problem where there is none
+        own = Parameters(model)
         rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
-        owned = [Owned(name, one, rank, world) for name, one in zip(handle.names, handle.parameters, strict=True)]
+        named = zip(own.names, own.parameters, strict=True)
+        owned = [Owned(name, one, rank, world) for name, one in named]
         self._owned = {id(one.parameter): one for one in owned}
         rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
         self._inner = optimizer_class(rows, **defaults)
@@ -249,37 +249,28 @@ def _problem(
     model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], groups: list[dict[str, Any]]
 ) -> str:
     """Say why a model cannot have such an optimizer; empty where it can."""
-    handle = model._handle
     name = getattr(optimizer_class, "__name__", quote(optimizer_class))
     if optimizer_class not in ELEMENTWISE:
         reason = _NOT.get(name, "is not known to update every number by itself")
         return f"{name} {reason}, and a rank has only rows of parameters: expected one of {_names()}"
-    if handle is None:
-        return f"the model's messages cannot be sharded: {model.tuning.reason or 'it was made with tune=False'}"
-    if model._shards is not None:
-        return "the model has a sharded optimizer already, and a parameter can have one only"
-    if model._wire is not None:
-        return f"wire={model._wire!r} and a sharded optimizer each say how gradients travel: leave one out"
-    if handle.has_hooks:
-        return "a communication hook says how gradients travel, and so does a sharded optimizer: leave one out"
-    return _problem_with_parameters(handle, groups)
+    return model._cannot_shard or _problem_with_parameters(Parameters(model), groups)
 
 
-def _problem_with_parameters(handle: ReducerHandle, groups: list[dict[str, Any]]) -> str:
+def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> str:
     given = {id(one) for group in groups for one in group["params"]}
-    own = dict(zip(map(id, handle.parameters), handle.names, strict=True))
-    if strangers := [one for group in groups for one in group["params"] if id(one) not in own and one.requires_grad]:
+    names = dict(zip(map(id, own.parameters), own.names, strict=True))
+    if strangers := [one for group in groups for one in group["params"] if id(one) not in names and one.requires_grad]:
         return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
-    if absent := [name for place, name in own.items() if place not in given]:
+    if absent := [name for place, name in names.items() if place not in given]:
         return f"the parameter {absent[0]} is trained by the model and was not given: give all of them"
-    if any(handle.sparse):
+    if any(own.sparse):
         return "gradients are sparse, and a rank has only rows of dense ones"
-    for name, one in zip(handle.names, handle.parameters, strict=True):
+    for name, one in zip(own.names, own.parameters, strict=True):
         if not one.is_floating_point():
             return f"the parameter {name} is {one.dtype}, expected floating-point numbers"
         if not is_dense(one) or not one.numel():
             return f"the parameter {name} has strides {one.stride()}, expected one that fills its memory"
-    devices = {one.device for one in handle.parameters}
+    devices = {one.device for one in own.parameters}
     if len(devices) > 1:
         return f"parameters are on {len(devices)} devices, expected one"
     return ""

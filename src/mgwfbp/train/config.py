@@ -45,6 +45,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     autocast: Autocast | None = None
     wire: Wire | None = None  # the precision in which messages may travel
+    shard_optimizer: bool = False  # each worker updates its share, and parameters travel behind the forward pass
     clip_norm: float | None = None
     seed: int = 0
     image_size: int | None = None  # pixels a side; None: what suits model and data

@@ -15,6 +15,7 @@ from mgwfbp.errors import FileError, TrainError
 from mgwfbp.measure.agreement import together
 from mgwfbp.run import LoggedEpoch, LoggedStep
 from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.sharded import ShardedOptimizer
 from mgwfbp.train.checkpoints import Checkpoint, CheckpointFolder
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.evaluate import evaluate
@@ -93,8 +94,11 @@ class Trainer:
         self._group = group
         self._device = next(ddp.parameters()).device
         self._dtype = autocast_dtype(config)
-        self._optimizer = torch.optim.SGD(
-            ddp.module.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        options: dict[str, Any] = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        self._optimizer: torch.optim.Optimizer = (
+            ShardedOptimizer(ddp, torch.optim.SGD, **options)
+            if config.shard_optimizer
+            else torch.optim.SGD(ddp.module.parameters(), **options)
         )
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.autocast == "fp16")
         self._steps_per_epoch = len(feed.sampler)
@@ -178,7 +182,10 @@ class Trainer:
             mean_loss += loss.detach()
         if config.clip_norm is not None:
             self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._ddp.module.parameters(), config.clip_norm)
+            if isinstance(self._optimizer, ShardedOptimizer):
+                self._optimizer.clip_grad_norm_(config.clip_norm)
+            else:
+                nn.utils.clip_grad_norm_(self._ddp.module.parameters(), config.clip_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -246,16 +253,17 @@ class Trainer:
         self._collect_losses()
         rng: list[Any] = [None] * self._config.workers
         dist.all_gather_object(rng, capture_rng(self._device), group=self._group)
+        optimizer = self._optimizer.state_dict()  # to which all ranks may have something to give
         if must:
-            together(lambda: self._write(rng), self._group)
+            together(lambda: self._write(rng, optimizer), self._group)
         else:
             try:
-                self._write(rng)
+                self._write(rng, optimizer)
             except FileError as error:
                 self._outlet.listener.say(f"{error}; training goes on")
         self._line_begin_s += perf_counter() - begin_s  # saving is not training
 
-    def _write(self, rng: list[Any]) -> None:
+    def _write(self, rng: list[Any], optimizer: dict[str, Any]) -> None:
         if self._outlet.checkpoints is None:
             return
         position, plan = self._position, self._ddp.plan
@@ -265,7 +273,7 @@ class Trainer:
                 epoch=position.epoch,
                 batch=position.batch,
                 model=self._ddp.module.state_dict(),
-                optimizer=self._optimizer.state_dict(),
+                optimizer=optimizer,
                 scaler=self._scaler.state_dict(),
                 rng=tuple(rng),
                 loss_sum=position.loss_sum,

@@ -83,6 +83,11 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
         )
     if config.wire is not None and suffix is not None:
         raise TrainError(f"wire {quote(config.wire)} and strategy {quote(config.strategy)} both name a precision")
+    if config.shard_optimizer and (config.wire or suffix or base in ("naive", "ps")):
+        raise TrainError(
+            f"--shard-optimizer sends gradients itself, and so does "
+            f"{quote(config.strategy if config.wire is None else 'wire ' + config.wire)}: leave one out"
+        )
     if is_plan(config.strategy):
         plan = MergePlan.load(config.strategy)
         plan.check_covers(names, what="the model")
