@@ -91,6 +91,8 @@ def test_messages_count_as_collectives_so_that_ranks_that_are_not_at_one_step_do
 ) -> None:
     counted = {told["groups"]["counted"] for told in ranks}
     assert len(counted) == 1
+    if None in counted:
+        pytest.skip("this torch does not count the collectives of a group, so steps are not watched for change")
     assert counted.pop() >= 4  # messages of the plan
 
 

@@ -271,10 +271,9 @@ def groups() -> dict[str, Any]:
         found.append(compare(model, local))
     assert model._handle is not None
     collectives = model._handle.collectives
-    assert collectives is not None
-    before = collectives()
+    before = None if collectives is None else collectives()
     model(batch(2, rank)).square().sum().backward()
-    counted = collectives() - before
+    counted = None if collectives is None or before is None else collectives() - before
     connected = num_threads()
     del model, collectives
     deadline = time.monotonic() + 20

@@ -9,8 +9,11 @@
   with the model, and groups that the user makes later get the names that they would get without it.
 """
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mgwfbp.runtime.gloo import gloo_beside
+from mgwfbp.runtime.gloo import MOMENT_S, gloo_beside
 
 __all__ = ["Channel", "all_gather", "exchange", "reduce_scatter", "wait_for", "work_of"]
 
+# How long the last messages of a process may take at its end.
+LAST_S = 10.0
+
 Job = Callable[[], None]
 Tensors = torch.futures.Future[list[Tensor]]
+
+_THREADS: weakref.WeakKeyDictionary[threading.Thread, "queue.SimpleQueue[Job]"] = weakref.WeakKeyDictionary()
 
 
 def work_of(future: Tensors) -> Any:
@@ -41,18 +49,33 @@ class Channel:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._jobs: queue.SimpleQueue[Job] | None = None
+        self._memory: Tensor | None = None
         self.group = group
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # see `CudaClock` for why of high priority
         else:
             self.group = gloo_beside(group)
-            self._jobs = queue.SimpleQueue()
+            jobs = self._jobs = queue.SimpleQueue()
             # It waits in C++ when the interpreter ends, and must not keep it from ending.
-            threading.Thread(target=_work, args=(self._jobs,), name="mgwfbp: messages", daemon=True).start()
+            thread = threading.Thread(target=_work, args=(jobs,), name="mgwfbp: messages", daemon=True)
+            thread.start()
+            _THREADS[thread] = jobs
+            weakref.finalize(self, jobs.put, _stop).atexit = False
 
-    def __del__(self) -> None:
-        if getattr(self, "_jobs", None) is not None:
-            self._jobs.put(_stop)  # type: ignore[union-attr]
+    def scratch(self, like: Tensor, number: int, shape: tuple[int, int]) -> list[Tensor]:
+        """Return tensors for what only lasts as long as a job does.
+
+        On a CPU always the same memory: each thread of an allocator keeps what it has freed. On a GPU torch's allocator
+        has it again when the stream has done with it.
+        """
+        if self._stream is not None:
+            return [like.new_empty(shape) for _ in range(number)]
+        count = shape[0] * shape[1]
+        nbytes = -(-count * like.element_size() // 16) * 16
+        if self._memory is None or self._memory.numel() < number * nbytes:
+            self._memory = torch.empty(number * nbytes, dtype=torch.uint8)
+        parts = self._memory[: number * nbytes].split(nbytes) if nbytes else [self._memory[:0]] * number
+        return [part.view(like.dtype)[:count].view(shape) for part in parts]
 
     def send(self, job: Job, result: list[Tensor]) -> Tensors:
         """Do a job once those before it are done; return what is fulfilled with ``result`` when it is.
@@ -84,6 +107,21 @@ class Channel:
         return arrived
 
 
+@atexit.register
+def _end_threads() -> None:
+    """Let threads do what they were given: one that waits in C++ while Python ends would abort the process.
+
+    Parameters that nobody asked for any more are such; see also [Note: the end of a process] in ``gloo.py``.
+    """
+    threads = dict(_THREADS)
+    for jobs in threads.values():
+        jobs.put(_stop)
+    for thread in threads:
+        thread.join(LAST_S)
+    if threads:
+        time.sleep(MOMENT_S)
+
+
 def _stop() -> None:
     raise SystemExit
 
@@ -102,16 +140,20 @@ def exchange(received: Tensor, sent: Tensor, group: Any, tag: int = 0) -> list[A
     return works + [group.send([sent[other].view(torch.uint8)], other, tag) for other in others]
 
 
-def reduce_scatter(rows: Tensor, own: Tensor, group: Any) -> None:
-    """Sum one row over ranks, this rank's, of those that each has for every rank; on a CPU it waits."""
+def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any) -> None:
+    """Sum one row over ranks, this rank's, of those that each has for every rank; on a CPU it waits.
+
+    ``received`` is room for as much as ``rows``, which over nccl is not needed.
+    """
     if rows.is_cuda:
         _queue(dist.reduce_scatter_tensor, own, rows.flatten(), group)
         return
-    received = torch.empty_like(rows)
     wait_for(exchange(received, rows, group))
     # In the order of ranks, so that the sum does not depend on who came first; 16 bits would round at every rank.
-    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    own.copy_(received.sum(dim=0, dtype=wide))
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        own.copy_(received.sum(dim=0, dtype=torch.float32))
+    else:
+        torch.sum(received, dim=0, out=own)
 
 
 def all_gather(rows: Tensor, own: Tensor, group: Any) -> None:

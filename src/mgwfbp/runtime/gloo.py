@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "MOMENT_S",
     "ONE_THREAD",
     "destroy_process_group",
     "gloo_beside",
@@ -42,7 +43,7 @@ __all__ = [
 ONE_THREAD = "gloo_one_thread"
 
 # [Note: the end of a process]
-_MOMENT_S = 0.05
+MOMENT_S = 0.05
 
 _c10d: Any = dist.distributed_c10d
 
@@ -67,13 +68,13 @@ def init_process_group(*, timeout: timedelta | None = None, **arguments: Any) ->
         takes_kind = "_backend_type" in inspect.signature(register).parameters
         kind = {"_backend_type": dist.Backend.backend_type_map["gloo"]} if takes_kind else {}
         register(ONE_THREAD, _create, extended_api=True, devices=["cpu", "cuda"], **kind)
-        atexit.register(time.sleep, _MOMENT_S)
+        atexit.register(time.sleep, MOMENT_S)
     dist.init_process_group(ONE_THREAD, timeout=timeout, **arguments)
 
 
 def destroy_process_group() -> None:
     """Leave all groups as ``dist.destroy_process_group()`` does, once gloo's threads need Python no more."""
-    time.sleep(_MOMENT_S)
+    time.sleep(MOMENT_S)
     dist.destroy_process_group()
 
 

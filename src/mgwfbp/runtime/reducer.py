@@ -68,7 +68,7 @@ _NEEDED = {
     ),
     "Logger": ("_set_comm_hook_name", "_set_static_graph", "_set_uneven_input_join"),
     "GradBucket": ("parameters",),
-    "torch.distributed": ("ProcessGroup", "_register_comm_hook"),
+    "torch.distributed": ("ProcessGroup", "_compute_bucket_assignment_by_size", "_register_comm_hook"),
     "torch.autograd.Variable": ("_execution_engine",),
     "torch._C._distributed_c10d": ("_create_work_from_future",),
 }
@@ -335,13 +335,22 @@ class ReducerHandle(Parameters):
     def shard_with(self, shards: Shards) -> None:
         """Send messages to the owners of their rows from the next step on; between two steps.
 
-        The Reducer gets the buckets that it has, so that torch never makes others.
+        The Reducer gets the buckets that it has, or before its first step, which has one bucket, those that it would
+        make: torch must never make others.
         """
-        self._torchs = self.buckets()
+        self._torchs = self.buckets() if self.given is not None or self.has_settled else self._expected()
         self._shard_group = ShardGroup(
             self.ddp.process_group, shards, lambda ended: when_backward_has_ended(lambda: None, ended)
         )
         self.set_buckets(self._torchs)
+
+    def _expected(self) -> Buckets:
+        """Return the buckets that torch would make if gradients were ready in the opposite order of definition."""
+        first, cap = _c10d._DEFAULT_FIRST_BUCKET_BYTES, self.ddp.bucket_bytes_cap
+        sizes = [first if getattr(self.ddp, "bucket_bytes_cap_default", True) else cap, cap]
+        found, _ = _c10d._compute_bucket_assignment_by_size(self.parameters[::-1], sizes, self.sparse[::-1])
+        last = len(self.parameters) - 1
+        return [[last - place for place in bucket] for bucket in found]
 
     def before_forward(self) -> None:
         """Do what is due when a step of training begins."""

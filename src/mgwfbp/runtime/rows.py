@@ -61,7 +61,7 @@ class Rows:
     """How tensors lie in a message that holds a row for every rank.
 
     >>> rows = Rows([5, 2], world=2)
-    >>> rows.pack([torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7])])
+    >>> rows.pack([torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7])], into=torch.empty(2, 4, dtype=torch.int64))
     tensor([[1, 2, 3, 6],
             [4, 5, 0, 7]])
     """
@@ -75,9 +75,17 @@ class Rows:
         """Numbers in a row."""
         return sum(self.lengths)
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the message of flat tensors; rows that a tensor does not fill end with 0."""
-        return torch._chunk_cat(list(tensors), 0, self._world)
+    def pack(self, tensors: Sequence[Tensor], into: Tensor) -> Tensor:
+        """Make the message of flat tensors; rows that a tensor does not fill end with 0."""
+        if into.is_cuda:
+            return torch._chunk_cat(list(tensors), 0, self._world, out=into)  # one kernel
+        for tensor, columns in zip(tensors, into.split(self.lengths, dim=1), strict=True):
+            length, full = columns.shape[1], tensor.numel() // max(1, columns.shape[1])
+            columns[:full].copy_(tensor[: full * length].view(full, length))
+            if full < self._world:
+                columns[full:].zero_()
+                columns[full, : tensor.numel() - full * length].copy_(tensor[full * length :])
+        return into
 
     def pack_own(self, own: Sequence[Tensor]) -> Tensor:
         """Return one row, of one rank's part of each tensor."""
@@ -91,6 +99,14 @@ class Rows:
 
     def unpack(self, rows: Tensor, into: Sequence[Tensor]) -> None:
         """Write a message back into flat tensors."""
+        if not rows.is_cuda:
+            for tensor, columns in zip(into, rows.split(self.lengths, dim=1), strict=True):
+                length, full = columns.shape[1], tensor.numel() // max(1, columns.shape[1])
+                tensor[: full * length].view(full, length).copy_(columns[:full])
+                if full < self._world:
+                    tensor[full * length :].copy_(columns[full, : tensor.numel() - full * length])
+            return
+        # With one kernel, into tensors themselves where they fill their rows.
         fits = [count == length * self._world for count, length in zip(self._counts, self.lengths, strict=True)]
         whole = [
             tensor.view(self._world, length) if fit else tensor.new_empty(self._world, length)
@@ -215,10 +231,11 @@ class Shards:
         if sum(counts) != message.numel():
             raise ShardError(f"a bucket has {message.numel()} numbers, expected {sum(counts)}: please report this")
         layout = Rows(counts, self._world)
-        own = message.new_empty(layout.length)
+        own, channel = message.new_empty(layout.length), self._reduces
 
         def job() -> None:
-            reduce_scatter(layout.pack(message.split(counts)), own, self._reduces.group)
+            rows, received = channel.scratch(message, 1 if message.is_cuda else 2, (self._world, layout.length))
+            reduce_scatter(layout.pack(message.split(counts), rows), own, received, channel.group)
 
         future = self._reduces.send(job, [message])
         self._arrived.append((places, own, future))
