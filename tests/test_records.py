@@ -33,7 +33,7 @@ from mgwfbp import (
     predict,
 )
 from mgwfbp.files import MAX_FILE_BYTES
-from mgwfbp.record import Record
+from mgwfbp.record import Fields, Record
 from tests.examples import make_trace
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -61,6 +61,9 @@ any_record: st.SearchStrategy[Record] = st.one_of(
     ),
     st.builds(Network, names, st.sampled_from(["ring", "binary_tree"]), seconds, seconds, seconds),
     st.builds(MergePlan, names, names, st.just((("a", "b"), ("c",))), sources),
+    st.builds(
+        MergePlan, names, names, st.just((("a", "b"), ("c",))), sources, gathers=st.just((("c",), ("b", "a")))
+    ),
 )
 
 
@@ -240,6 +243,53 @@ def test_a_bad_plan_is_refused_with_the_group(groups: Any, message: str) -> None
     data = damaged(MergePlan("toy", "by hand", (("a",),)), groups=groups)
     with pytest.raises(PlanError, match=message):
         MergePlan.from_json(data)
+
+
+SHARDED = MergePlan("toy", "by hand", (("d", "c"), ("b",), ("a",)), gathers=(("a",), ("d",), ("c",)))
+
+
+def test_a_plan_with_gathers_says_so_in_its_file_and_readers_of_others_refuse_it() -> None:
+    data = SHARDED.to_json()
+    assert (data["format"], data["gathers"]) == ("mgwfbp.plan/3", [["a"], ["d"], ["c"]])
+    assert MergePlan.from_json(data) == SHARDED
+    assert SHARDED.sharded == (True, False, True)
+    plain = MergePlan("toy", "by hand", SHARDED.groups)
+    assert plain.to_json().keys() == data.keys() - {"gathers"}
+    assert plain.messages != SHARDED.messages
+    assert plain.sharded == (False,) * 3
+    # What a reader of the first format does with it.
+    with pytest.raises(FormatError, match=r"format: expected 'mgwfbp\.plan/1', found 'mgwfbp\.plan/3'"):
+        Fields(data).check_format(MergePlan.FORMAT)
+    with pytest.raises(FormatError, match="gathers: missing"):
+        MergePlan.from_json({key: value for key, value in data.items() if key != "gathers"})
+
+
+@pytest.mark.parametrize(
+    ("gathers", "message"),
+    [
+        (None, "gathers is None, expected a list"),
+        ([[]], r"gathers\[0\] is \[\], expected a non-empty list"),
+        ([["b"], [3]], r"gathers\[1\]\[0\] is 3"),
+        ([["a"], ["a"]], "gathers: 'a' stands twice"),
+        ([["e"]], "gathers: 'e' is no gradient of the plan's groups"),
+        ([["a", "d"]], r"gathers: 'c' of groups\[0\] is not gathered and others of that message are"),
+    ],
+)
+def test_gathers_that_cannot_be_are_refused(gathers: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        MergePlan("toy", "by hand", SHARDED.groups, gathers=gathers)
+
+
+def test_a_plan_has_gathers_or_low_precision_but_not_both() -> None:
+    with pytest.raises(PlanError, match="both gathers and messages in low precision"):
+        MergePlan("toy", "by hand", SHARDED.groups, wire=("", "", "float16"), gathers=SHARDED.gathers)
+
+
+def test_whoever_all_reduces_all_messages_refuses_a_plan_with_gathers() -> None:
+    trace = make_trace([1, 2], [4, 8])
+    plan = MergePlan("example", "by hand", (("g0",), ("g1",)), gathers=(("g1",),))
+    with pytest.raises(PlanError, match=r"gathers parameters in the forward pass.* and torch's DDP all-reduces all"):
+        plan.bucket_cap_mb_list(trace)
 
 
 def test_messages_that_torchs_own_ddp_cannot_be_told_are_refused() -> None:

@@ -85,6 +85,7 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
         raise TrainError(f"wire {quote(config.wire)} and strategy {quote(config.strategy)} both name a precision")
     if is_plan(config.strategy):
         plan = MergePlan.load(config.strategy)
+        plan.check_all_reduced("`mgwfbp train`")
         plan.check_covers(names, what="the model")
         check_wire(plan.wire, config.wire)
     elif base not in STRATEGIES or (suffix is not None and base in ("naive", "ps")):
