@@ -61,9 +61,7 @@ any_record: st.SearchStrategy[Record] = st.one_of(
     ),
     st.builds(Network, names, st.sampled_from(["ring", "binary_tree"]), seconds, seconds, seconds),
     st.builds(MergePlan, names, names, st.just((("a", "b"), ("c",))), sources),
-    st.builds(
-        MergePlan, names, names, st.just((("a", "b"), ("c",))), sources, gathers=st.just((("c",), ("b", "a")))
-    ),
+    st.builds(MergePlan, names, names, st.just((("a", "b"), ("c",))), sources, gathers=st.just((("c",), ("b", "a")))),
 )
 
 
