@@ -121,7 +121,8 @@ class ModelTrace(Record):
         total_s = sum(shares)
         if not total_s:
             return (self.forward_s / len(shares),) * len(shares)
-        return tuple(share_s / total_s * self.forward_s for share_s in shares)
+        factor = self.forward_s / total_s
+        return tuple(share_s * factor for share_s in shares)
 
     @property
     def compute_s(self) -> float:

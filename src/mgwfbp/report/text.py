@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from mgwfbp.report.cases import Case
 from mgwfbp.report.perfetto import timelines_of
-from mgwfbp.report.words import low_words, summarize
+from mgwfbp.report.words import low_words, message_words, summarize
 from mgwfbp.timeline import Span, Timeline
-from mgwfbp.units import format_seconds, plural, printable
+from mgwfbp.units import format_seconds, printable
 
 __all__ = ["draw_case", "draw_timeline"]
 
@@ -44,14 +44,16 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     whole_s = whole_s or timeline.iteration_s
     columns = max(10, width - _GUTTER)
     title = (
-        f"{printable(label or timeline.planner)}: {plural(len(timeline.messages), 'message')}, step "
+        f"{printable(label or timeline.planner)}: {message_words(timeline)}, step "
         f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}{low_words(timeline)}"
     )
     forward = [(timeline.forward, "f")]
     backward = [(span, "bB"[place % 2]) for place, span in enumerate(timeline.backward)]
     messages = [(span, ("-~" if span.wire else "=#")[place % 2]) for place, span in enumerate(timeline.messages)]
-    exposed = [(Span((), 0, timeline.compute_s, timeline.compute_s, timeline.iteration_s), "!")]
-    lanes = [("compute", [*forward, *backward]), ("messages", messages)]
+    gathers = [(span, "<>"[place % 2]) for place, span in enumerate(timeline.gathers)]
+    lost_s = [(0.0, timeline.waited_s), (timeline.compute_s, timeline.iteration_s)]
+    exposed = [(Span((), 0, start_s, start_s, end_s), "!") for start_s, end_s in lost_s]
+    lanes = [("compute", [*forward, *backward]), ("messages", [*gathers, *messages])]
     if timeline.exposed_s:
         lanes.append(("exposed", exposed))
     lines = [f"{name:<{_GUTTER}}|{_lane(spans, columns - 2, whole_s)}|" for name, spans in lanes]
