@@ -1,16 +1,32 @@
 """Plans for a sharded optimizer: the period against a simulation, plans against exhaustive search."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgwfbp import Cost, LayerTrace, LinearCost, MergePlan, ModelTrace, Timeline, predict
+from mgwfbp import (
+    Cost,
+    LayerTrace,
+    LinearCost,
+    MergePlan,
+    ModelTrace,
+    PlanError,
+    Timeline,
+    load_network,
+    load_trace,
+    predict,
+    simulate_steps,
+)
 from mgwfbp.cost import ShardedCost, sharded_cost
+from mgwfbp.planners import find_plan, find_sharded_plan, plan_optimal, plan_sharded, sharded
+from mgwfbp.planners.slack import TIE
 from mgwfbp.ranges import predict_range
 from mgwfbp.report.text import draw_timeline
+from mgwfbp.timeline import sharded_lower_bound_s
 from tests.examples import (
     linear_costs,
     make_trace,
@@ -202,3 +218,136 @@ def test_the_range_of_a_sharded_plan_is_known_where_that_of_its_parts_is() -> No
     assert predict_range(trace, known, plan) == (2.0 + 12 / 1.25, 2.0 + 12 * 1.25)
     assert predict_range(trace, ShardedCost(known, known, known), plan) == (2.0 + 24 / 1.25, 2.0 + 24 * 1.25)
     assert predict_range(trace, ShardedCost(known, LinearCost(2, 1.0, 1.0), known), plan) is None
+
+
+def all_pairs(trace: ModelTrace, cost: Cost) -> Iterator[float]:
+    """The periods of all ways to shard everything: any messages with any gathers."""
+    cuts = [*partitions(len(trace.layers))]
+    for sizes, gather_sizes in product(cuts, cuts):
+        yield predict(trace, cost, sharded_plan(trace, sizes, [True] * len(sizes), gather_sizes)).iteration_s
+
+
+def all_kinds(trace: ModelTrace, cost: Cost) -> Iterator[float]:
+    """The periods of all plans of one grouping, every group sharded or all-reduced."""
+    for sizes in partitions(len(trace.layers)):
+        for kinds in product((True, False), repeat=len(sizes)):
+            yield predict(trace, cost, sharded_plan(trace, sizes, kinds)).iteration_s
+
+
+@given(traces_with_forward(), any_costs)
+@settings(max_examples=60)
+def test_plans_are_as_short_as_exhaustive_search_finds(trace: ModelTrace, cost: Cost) -> None:
+    apart_s, mixed_s = min(all_pairs(trace, cost)), min(all_kinds(trace, cost))
+    plan = plan_sharded(trace, cost)
+    period_s, shortest_s = predict(trace, cost, plan).iteration_s, min(apart_s, mixed_s)
+    assert period_s == pytest.approx(shortest_s, rel=1e-9)
+    assert plan.predicted["iteration_bound_s"] == pytest.approx(shortest_s, rel=1e-9)
+    if apart_s == shortest_s:  # of equally good plans the one that shards all
+        assert all(plan.sharded)
+        assert plan.predicted["all_reduced_bytes"] == 0
+    assert sharded_lower_bound_s(trace, cost) <= shortest_s * TIE
+
+
+@given(traces_with_forward(max_layers=5), costs_that_take)
+@settings(max_examples=60)
+def test_what_messages_take_is_planned_exactly_where_all_is_sharded_or_all_reduced(
+    trace: ModelTrace, cost: Cost
+) -> None:
+    apart_s = min(all_pairs(trace, cost))
+    reduced = [MergePlan.of_sizes(trace, sizes) for sizes in partitions(len(trace.layers))]
+    reduced_s = min(predict(trace, cost, plan).iteration_s for plan in reduced)
+    assert predict(trace, cost, sharded._plan_apart(trace, cost)).iteration_s == pytest.approx(apart_s, rel=1e-9)
+    plan, shortest_s = plan_sharded(trace, cost), min(apart_s, *all_kinds(trace, cost))
+    assert predict(trace, cost, plan).iteration_s <= min(apart_s, reduced_s) * (1 + 1e-9)
+    assert sharded_lower_bound_s(trace, cost) <= shortest_s * TIE
+    assert plan.predicted["iteration_bound_s"] <= shortest_s * (1 + 1e-9)
+
+
+@given(traces_with_forward(max_layers=5), any_costs, st.sampled_from([1, 2, 3]))
+@settings(max_examples=80)
+def test_where_pairs_are_thinned_out_plan_and_bound_lie_on_both_sides_of_the_best(
+    trace: ModelTrace, cost: Cost, width: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "NARROW", width)
+        patch.setattr(sharded, "WIDTH", width)
+        plan = plan_sharded(trace, cost)
+    shortest_s = min(*all_pairs(trace, cost), *all_kinds(trace, cost))
+    period_s = predict(trace, cost, plan).iteration_s
+    assert plan.predicted["iteration_bound_s"] <= shortest_s * (1 + 1e-9)
+    assert shortest_s <= period_s * (1 + 1e-9)
+
+
+@given(traces_with_forward(max_layers=40), st.one_of(any_costs, costs_that_take))
+@settings(max_examples=60)
+def test_a_sharded_plan_is_never_worse_than_the_best_all_reduce_plan(trace: ModelTrace, cost: Cost) -> None:
+    plan = find_sharded_plan(trace, cost)
+    predicted = plan.predicted
+    assert predicted["iteration_s"] == predict(trace, cost, plan).iteration_s
+    assert predicted["iteration_s"] <= predict(trace, cost, plan_optimal(trace, cost)).iteration_s * TIE
+    assert predicted["lower_bound_s"] <= predicted["iteration_s"] * TIE
+    assert predicted["iteration_bound_s"] <= predicted["iteration_s"]
+    assert MergePlan.parse(str(plan)) == MergePlan.from_json(plan.to_json()) == plan
+
+
+@st.composite
+def cases_with_a_long_forward_pass(draw: st.DrawFn) -> tuple[ModelTrace, tuple[int, ...]]:
+    """A model each of whose layers takes at least half as long forwards as backwards, and a grouping."""
+    steps_s = draw(st.lists(small, min_size=1, max_size=8))
+    layers = tuple(
+        LayerTrace(f"g{place}", float(step_s), draw(st.integers(0, 5)), step_s / 2 + draw(st.integers(0, 3)) / 2)
+        for place, step_s in enumerate(steps_s)
+    )
+    trace = ModelTrace("random", sum(layer.forward_s or 0.0 for layer in layers), layers)
+    return trace, draw(st.sampled_from([*partitions(len(layers))]))
+
+
+@given(cases_with_a_long_forward_pass(), st.one_of(linear_costs, whole_piecewise_costs(), table_costs()))
+@settings(max_examples=200)
+def test_the_same_groups_sharded_are_never_slower_where_the_forward_pass_is_half_the_backward_pass_or_more(
+    case: tuple[ModelTrace, tuple[int, ...]], cost: Cost
+) -> None:
+    trace, sizes = case
+    period_s = predict(trace, cost, sharded_plan(trace, sizes, [True] * len(sizes))).iteration_s
+    assert period_s <= predict(trace, cost, MergePlan.of_sizes(trace, sizes)).iteration_s
+
+
+def test_a_short_forward_pass_can_make_sharding_slower_than_all_reducing() -> None:
+    # The all-reduce of the first gradient is hidden behind the backward pass; sharded, half of it is exposed.
+    layers = (LayerTrace("b", 0.0, 4, 0.0), LayerTrace("a", 8.0, 0, 0.0))
+    trace, cost = ModelTrace("toy", 0.0, layers), LinearCost(2, 0.0, 2.0)
+    all_sharded = sharded_plan(trace, (1, 1), (True, True))
+    assert predict(trace, cost, all_sharded).iteration_s == 8 + 4
+    plan = find_sharded_plan(trace, cost)
+    assert (plan.gathers, plan.predicted["iteration_s"], plan.predicted["all_reduced_bytes"]) == ((), 8.0, 4)
+
+
+@pytest.mark.parametrize(("sizes", "period_s"), [([3, 1, 1, 2, 2, 1], 10), ([3, 3, 3, 5], 15)])
+def test_which_groups_to_shard_is_the_problem_of_splitting_numbers_into_equal_sums(
+    sizes: list[int], period_s: float
+) -> None:
+    half_s = sum(sizes) / 2
+    layers = [LayerTrace(f"g{place}", 0.0, size, 0.0) for place, size in enumerate(sizes)]
+    trace = ModelTrace("sums", half_s, (*layers, LayerTrace("last", half_s, 0, half_s)))
+    cost = ShardedCost(LinearCost(2, 0.0, 1.0), LinearCost(2, 0.0, 0.0), LinearCost(2, 0.0, 1.0))
+    assert find_sharded_plan(trace, cost).predicted["iteration_s"] == period_s
+
+
+@pytest.mark.parametrize(
+    ("model", "network", "workers"), [("resnet50-h200-b32", "10GbE", 4), ("googlenet-h200-b64", "25GbE", 4)]
+)
+def test_recorded_models_are_planned_nearly_exactly(model: str, network: str, workers: int) -> None:
+    trace, cost = load_trace(model), load_network(network).cost(workers)
+    predicted = find_sharded_plan(trace, cost).predicted
+    assert predicted["iteration_s"] <= 1.001 * predicted["iteration_bound_s"]
+    assert predicted["iteration_s"] < 0.95 * find_plan(trace, cost).predicted["iteration_s"]
+    assert 0 <= predicted["gap"] < 0.1
+
+
+def test_the_simulator_refuses_a_plan_with_gathers() -> None:
+    trace, cost = make_trace([1.0, 2.0], [4, 4], forward_s=1.0), LinearCost(2, 1.0, 1.0)
+    plan = sharded_plan(trace, (2,), (True,))
+    with pytest.raises(
+        PlanError, match="the simulator all-reduces all messages: make a plan with `mgwfbp plan --engine"
+    ):
+        simulate_steps(trace, cost, plan)
