@@ -96,7 +96,7 @@ def _low_words(plan: MergePlan, wire: str, all_bytes: int) -> str:
 def _sharded_words(plan: MergePlan, all_bytes: int) -> str:
     """Say how much is all-reduced, and how near the step is to the shortest of the plans that `plan_sharded` covers."""
     step_s, bound_s = plan.predicted["iteration_s"], plan.predicted["iteration_bound_s"]
-    best = "the best" if step_s <= bound_s * TIE else f"none is below {format_seconds(bound_s)}"
+    best = "the best" if step_s <= bound_s * TIE else f"within {step_s / bound_s - 1:.2%} of the best"
     kept = f"{format_bytes(plan.predicted['all_reduced_bytes'])} of {format_bytes(all_bytes)} all-reduced"
     return f"{kept}, the rest sharded: {best} of plans that shard all or have the same groups in both passes"
 

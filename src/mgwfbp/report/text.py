@@ -13,6 +13,7 @@ __all__ = ["draw_case", "draw_timeline"]
 _GUTTER = 10
 _LEGEND = "f forward, b B gradients in turn, = # messages in turn, ! exposed"
 _LOW_LEGEND = "- ~ messages in low precision in turn"
+_GATHER_LEGEND = "< > gathers in turn"
 
 
 def draw_case(case: Case, *, width: int = 100) -> str:
@@ -21,7 +22,9 @@ def draw_case(case: Case, *, width: int = 100) -> str:
     whole_s = max((timeline.iteration_s for _, timeline in pairs), default=0.0)
     parts = [printable(" ".join(summarize(case)))]
     parts += [draw_timeline(timeline, label=label, width=width, whole_s=whole_s) for label, timeline in pairs]
-    legend = f"{_LEGEND}, {_LOW_LEGEND}" if any(timeline.low_bytes for _, timeline in pairs) else _LEGEND
+    legend = _LEGEND
+    legend += f", {_LOW_LEGEND}" * any(timeline.low_bytes for _, timeline in pairs)
+    legend += f", {_GATHER_LEGEND}" * any(timeline.gathers for _, timeline in pairs)
     return "\n\n".join([*parts, legend] if pairs else parts) + "\n"
 
 
