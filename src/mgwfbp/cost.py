@@ -268,21 +268,31 @@ def halved(cost: Cost) -> Cost:
         return replace(cost, per_byte_s=cost.per_byte_s / 2)
     if isinstance(cost, PiecewiseCost):
         return replace(cost, points=tuple((2 * size, time_s) for size, time_s in cost.points))
-    return _Halved(cost)
+    return _Part(cost, of_bytes=2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Halved:
-    """Any other cost, of half the bytes."""
+class _Part:
+    """Any other cost, of a part of the bytes, or a part of its time."""
 
     cost: Cost
+    of_bytes: int = 1  # one in so many
+    of_time: float = 1.0
 
     @property
     def workers(self) -> int:
         return self.cost.workers
 
+    @property
+    def taken_s(self) -> float:
+        return taken_by(self.cost, 0)
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        return float(self.of_time * getattr(self.cost, "taken_per_byte_s", 0.0))
+
     def __call__(self, num_bytes: int, /) -> float:
-        return self.cost(num_bytes // 2)
+        return self.of_time * self.cost(num_bytes // self.of_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,30 +361,8 @@ def sharded_cost(cost: Cost) -> tuple[Cost, Cost]:
         points = tuple((size, 0.5 * time_s) for size, time_s in cost.points)
         half = replace(cost, points=points, taken_per_byte_s=0.5 * cost.taken_per_byte_s)
     else:
-        half = _Half(cost)
+        half = _Part(cost, of_time=0.5)
     return half, half
-
-
-@dataclass(frozen=True, slots=True)
-class _Half:
-    """Half of any other cost."""
-
-    cost: Cost
-
-    @property
-    def workers(self) -> int:
-        return self.cost.workers
-
-    @property
-    def taken_s(self) -> float:
-        return taken_by(self.cost, 0)
-
-    @property
-    def taken_per_byte_s(self) -> float:
-        return float(0.5 * getattr(self.cost, "taken_per_byte_s", 0.0))
-
-    def __call__(self, num_bytes: int, /) -> float:
-        return 0.5 * self.cost(num_bytes)
 
 
 def low_precision_cost(cost: Cost) -> Cost:
@@ -502,8 +490,8 @@ def cheapest_s(cost: Cost, num_bytes: int) -> float:
     cost = full_precision_cost(cost)
     if num_bytes == 0 or isinstance(cost, LinearCost):
         return cost(num_bytes)
-    if isinstance(cost, _Half):
-        return 0.5 * cheapest_s(cost.cost, num_bytes)
+    if isinstance(cost, _Part) and cost.of_bytes == 1:
+        return cost.of_time * cheapest_s(cost.cost, num_bytes)
     if isinstance(cost, CheaperCost):
         return min(cheapest_s(cost.full, num_bytes), cheapest_s(cost.low, num_bytes))
     if isinstance(cost, PiecewiseCost):

@@ -88,7 +88,9 @@ def plan_sharded(trace: ModelTrace, cost: Cost) -> MergePlan:
         plans.append(found.plan)
     steps_s = [predict(trace, cost, plan).iteration_s for plan in plans]
     best = next(place for place, step_s in enumerate(steps_s) if step_s <= min(steps_s) * TIE)
-    plan, bound_s = plans[best], min(*steps_s, found.bound_s)
+    plan, bound_s = plans[best], steps_s[best]
+    if found.bound_s * TIE < bound_s:
+        bound_s = found.bound_s
     size_of = {layer.name: layer.grad_bytes for layer in trace.layers}
     kept = [group for group, is_sharded in zip(plan.groups, plan.sharded, strict=True) if not is_sharded]
     all_reduced_bytes = sum(size_of[name] for group in kept for name in group)
