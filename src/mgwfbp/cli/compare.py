@@ -45,9 +45,9 @@ def compare(
     model, low = load_trace(trace), read_low_cost(wire, wire_cost)
     network = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
     talk_of_low_cost(wire, wire_cost)
+    rows = comparison(model, network, chosen, wire, is_sharded=is_sharded)
     if is_sharded:
         talk_of_halves(model)
-    rows = comparison(model, network, chosen, wire, is_sharded=is_sharded)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return

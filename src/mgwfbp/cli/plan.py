@@ -67,8 +67,8 @@ def plan(
     both = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
     talk_of_low_cost(wire, wire_cost)
     if is_sharded:
-        talk_of_halves(model_trace)
         found = find_sharded_plan(model_trace, both)
+        talk_of_halves(model_trace)
     else:
         found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)
     if form == "torch":

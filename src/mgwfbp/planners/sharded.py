@@ -47,7 +47,7 @@ __all__ = ["SHARDED", "plan_sharded"]
 # What tables call the planner.
 SHARDED = "sharded"
 # Pairs kept for every cut; of models with many gradients fewer, so that no more than `MOST_REACHED` are tried in all.
-WIDTH, NARROW, MOST_REACHED = 1024, 16, 2**25
+WIDTH, NARROW, MOST_REACHED = 512, 16, 2**26
 
 _Places = NDArray[np.intp]
 
@@ -82,8 +82,7 @@ def plan_sharded(trace: ModelTrace, cost: Cost) -> MergePlan:
     plans = [_plan_apart(trace, cost), replace(plan_optimal(trace, cost), planner=SHARDED)]
     row = _Row(trace, cost)
     known_s = min(row.period_s(plan) for plan in plans)
-    is_least = known_s <= sharded_lower_bound_s(trace, cost) * TIE
-    found = _Found(None, known_s) if is_least else row.search(known_s)
+    found = row.search(known_s, sharded_lower_bound_s(trace, cost))
     if found.plan is not None:
         plans.append(found.plan)
     steps_s = [predict(trace, cost, plan).iteration_s for plan in plans]
@@ -182,15 +181,19 @@ class _Row:
             gathered_s = max(gathered_s, float(self._left[end])) + float(all_gather(size)[0])
         return period_s + max(gathered_s, float(self._left[-1]))
 
-    def search(self, known_s: float) -> _Found:
-        """Find a plan of one grouping that is shorter than what is known, [Note: one grouping]."""
+    def search(self, known_s: float, least_s: float) -> _Found:
+        """Find a plan of one grouping that is shorter than what is known, [Note: one grouping].
+
+        No plan at all is shorter than ``least_s``: whatever is as short is the best.
+        """
         width = max(NARROW, min(WIDTH, MOST_REACHED // len(self._ready) ** 2))
-        plan, shortest_s, is_exact = self._pass(NARROW, known_s, is_bound=False)
-        if not is_exact:  # what was found drops most of what need not be kept
-            better, shortest_s, is_exact = self._pass(width, shortest_s, is_bound=False)
+        plan, shortest_s, is_exact = None, known_s, False
+        # The first pass is quick, and what it finds drops most of what the second would keep.
+        for is_bound, kept in ((False, NARROW), (False, width), (True, width)):
+            if is_exact or shortest_s <= least_s * TIE:
+                break
+            better, shortest_s, is_exact = self._pass(kept, shortest_s, is_bound=is_bound)
             plan = better or plan
-        if not is_exact:
-            _, shortest_s, _ = self._pass(width, shortest_s, is_bound=True)
         return _Found(plan, shortest_s)
 
     def _pass(self, width: int, known_s: float, *, is_bound: bool) -> tuple[MergePlan | None, float, bool]:
