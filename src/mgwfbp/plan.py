@@ -69,11 +69,13 @@ class MergePlan(Record):
         self._check_gathers()
 
     def _check_gathers(self) -> None:
+        if not self.gathers:
+            return
         listed = tuple(chain.from_iterable(self.gathers))
         repeated = first_repeated(listed)
         if repeated is not None:
             raise PlanError(f"gathers: {quote(repeated)} stands twice, expected every parameter once at most")
-        if self.gathers and self.wire:
+        if self.wire:
             raise PlanError("the plan has both gathers and messages in low precision (wire), expected one of them")
         gathered = set(listed)
         unknown = gathered.difference(self.layer_names)

@@ -158,7 +158,7 @@ class _Row:
         above_reduced = before_s + self._left[-1]
         for cut in range(last):
             if rest[cut]:
-                share = rest[cut:-1] / rest[cut]  # of the rest, what lies behind each later gradient and the one before
+                share = rest[cut:-1] / rest[cut]  # of the rest: each later gradient and all behind it
                 mixed_s = (1 - share) * before_s[cut] + share * together_s[cut] + self._left[cut + 1 :]
                 above_reduced[cut] = max(above_reduced[cut], mixed_s.max())
         return together_s, above_reduced, above_gathered
