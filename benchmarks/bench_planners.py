@@ -7,7 +7,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, PiecewiseCost, load_network, load_trace
-from mgwfbp.planners import plan_optimal, plan_wire
+from mgwfbp.planners import find_sharded_plan, plan_optimal, plan_wire
 
 LINE = LinearCost(8, 633.64e-6, 1.4e-9)
 # A start-up that grows with the message, two protocol switches, and the slope of large messages.
@@ -99,3 +99,21 @@ def test_low_precision(benchmark: BenchmarkFixture, model: str, network: str, sh
 def test_low_precision_on_a_curve(benchmark: BenchmarkFixture, num_layers: int) -> None:
     plan = benchmark.pedantic(plan_wire, (make_trace(num_layers), CURVE), rounds=3)
     benchmark.extra_info.update(plan.predicted, messages=plan.num_groups)
+
+
+@pytest.mark.parametrize("network", ["10GbE", "25GbE"])
+@pytest.mark.parametrize(
+    "model",
+    ["resnet50-h200-b32", "googlenet-h200-b64", "gpt2-h200-b8", "bert-h200-b32", "densenet201-h200-b32"],
+)
+def test_a_sharded_optimizer(benchmark: BenchmarkFixture, model: str, network: str) -> None:
+    """Messages and gathers of a recorded model on 4 workers, and how near they are to the best."""
+    trace, cost = load_trace(model), load_network(network).cost(4)
+    plan = benchmark.pedantic(find_sharded_plan, (trace, cost), rounds=3)
+    benchmark.extra_info.update(plan.predicted, messages=plan.num_groups, gathers=len(plan.gathers))
+
+
+@pytest.mark.parametrize("num_layers", [161, 604])
+def test_a_sharded_optimizer_on_a_curve(benchmark: BenchmarkFixture, num_layers: int) -> None:
+    plan = benchmark.pedantic(find_sharded_plan, (make_trace(num_layers), CURVE), rounds=3)
+    benchmark.extra_info.update(plan.predicted, messages=plan.num_groups, gathers=len(plan.gathers))

@@ -15,13 +15,14 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mgwfbp import LinearCost, Network
+from mgwfbp import LinearCost, Network, predict
 from mgwfbp.cli import run
-from tests.report.records import write_all
+from mgwfbp.planners import find_sharded_plan
+from tests.report.records import TRACE, write_all
 
 # Whatever is put in place of a value.
 NUMBERS: tuple[Any, ...] = (
@@ -177,10 +178,17 @@ def make_files(folder: Path) -> None:
     write_all(folder)
     LinearCost(4, 1e-4, 1e-9, {"network": "mine"}).save(folder / "line.json")
     Network("mine", "ring", 1e-5, 1e-9).save(folder / "network.json")
+    layers = tuple(replace(layer, forward_s=layer.backward_s / 2) for layer in TRACE.layers)
+    trace, cost = replace(TRACE, layers=layers), LinearCost(4, 1e-3, 2e-9)
+    plan = find_sharded_plan(trace, cost)
+    trace.save(folder / "forward.json")
+    plan.save(folder / "sharded.json")
+    predict(trace, cost, plan).save(folder / "gathers.json")
 
 
 FILES = (
     *("trace.json", "cost.json", "line.json", "network.json", "plan.json", "timeline.json", "bench.json", "sweep.json"),
+    *("forward.json", "sharded.json", "gathers.json"),
     *(f"run/{name}" for name in ("config.json", "results.json", "plan.json", "trace.json", "cost.json")),
     *(f"run/{name}" for name in ("timeline.json", "predicted.json", "log.jsonl", "epochs.jsonl")),
 )
@@ -217,12 +225,22 @@ def command_for(name: str, source: random.Random) -> list[str]:
         [*simulate, "network.json", "--workers", "2,8"],
         ["report", "trace.json", "network.json", "--workers", "4", *form],
     ]
+    to_shard = ["--trace", "forward.json", "--cost", costs]
     commands = {
+        "forward.json": [
+            ["plan", *to_shard, "--engine", "sharded", *source.choice(((), ("-o", "out.json")))],
+            ["compare", *to_shard, "--engine", "ddp,sharded", *as_json],
+            ["report", "forward.json", costs, "sharded.json", *form],
+        ],
+        "sharded.json": [[*simulate, costs, "--plan", name], ["report", name, *report], ["report", name, *form]],
         "trace.json": [*with_cost, *with_network],
         "network.json": [*with_network, ["cost", "--network", "network.json", "--workers", "3"]],
         "plan.json": [[*simulate, costs, "--plan", name, "--planner", "wfbp"], ["report", name, *report]],
         costs: with_cost,
-        **{kind: [["report", kind, *form], ["report", kind, *report]] for kind in ("timeline.json", "bench.json")},
+        **{
+            kind: [["report", kind, *form], ["report", kind, *report]]
+            for kind in ("timeline.json", "gathers.json", "bench.json")
+        },
         "sweep.json": [["report", name, *form]],
     }
     return source.choice(commands.get(name, [["report", "run", *form]]))

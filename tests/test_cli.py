@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import app
 from mgwfbp.cost import WireCost
-from mgwfbp.planners import find_wire_plan
+from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
 from tests.examples import make_trace
 
 TRACE = make_trace([2, 4, 6, 8, 10, 12], [1] * 6)
@@ -137,6 +137,42 @@ def test_a_measured_cost_of_low_precision_is_planned_with(folder: Path) -> None:
     assert json.loads((folder / "plan.json").read_text())["format"] == "mgwfbp.plan/1"
     lost = run(folder, "plan", *FILES, "--wire", "float16", "--wire-cost", "low.json", "-o", "low.json", status=1)
     assert "is also an input" in lost.stderr
+
+
+WITH_FORWARD = make_trace([8, 10, 12, 14, 16, 18], [1] * 6, forward_s=6)
+
+
+def test_a_plan_for_a_sharded_optimizer_is_written_and_said_what_is_assumed(folder: Path) -> None:
+    WITH_FORWARD.save(folder / "trace.json")
+    done = run(folder, "plan", *FILES, "--engine", "sharded", "-o", "plan.json")
+    plan = MergePlan.load(folder / "plan.json")
+    assert plan == find_sharded_plan(WITH_FORWARD, COST)
+    assert json.loads((folder / "plan.json").read_text())["format"] == "mgwfbp.plan/3"
+    assert "half an all-reduce each" in done.stderr
+    assert "layers are taken to share it as they share the backward pass" in done.stderr
+    assert "0 B of 6 B all-reduced, the rest sharded: the best of plans that" in done.stderr
+    run(folder, "plan", *FILES, "--engine", "ddp", "-o", "plan.json")
+    assert MergePlan.load(folder / "plan.json") == find_plan(WITH_FORWARD, COST)
+    refused = run(folder, "plan", *FILES, "--engine", "sharded", "--wire", "float16", status=2)
+    assert "a sharded plan sends messages as they are; leave out --wire" in refused.stderr
+    refused = run(folder, "plan", *FILES, "--engine", "sharded", "--format", "torch", status=2)
+    assert "torch's DDP all-reduces all messages; give json" in refused.stderr
+
+
+def test_compare_has_a_row_of_the_sharded_plan_only_where_asked_to(folder: Path) -> None:
+    WITH_FORWARD.save(folder / "trace.json")
+    assert "gathers" not in run(folder, "compare", *FILES).stdout
+    done = run(folder, "compare", *FILES, "--engine", "ddp,sharded")
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[-3:] == ["bound", "gathers", "all-reduced"]
+    assert [line.split()[0] for line in lines[-2:]] == ["optimal", "sharded"]
+    assert "half an all-reduce each" in done.stderr
+    rows = json.loads(run(folder, "compare", *FILES, "--engine", "ddp,sharded", "--json").stdout)
+    plain = json.loads(run(folder, "compare", *FILES, "--json").stdout)
+    assert rows[:-1] == [{**row, "num_gathers": 0, "all_reduced_bytes": 6} for row in plain]
+    expected = find_sharded_plan(WITH_FORWARD, COST)
+    assert rows[-1]["num_gathers"] == len(expected.gathers)
+    assert {name: rows[-1][name] for name in expected.predicted} == expected.predicted
 
 
 def test_bucket_sizes_are_options(folder: Path) -> None:
@@ -336,6 +372,13 @@ def test_cost_of_a_preset_network(folder: Path) -> None:
         ("compare", "--trace", "trace.json", "--cost", "cost.json", "--wire-cost", "cost.json"),
         ("plan", "--trace", "trace.json", "--cost", "cost.json", "--wire", "bfloat16", "--planner", "bucket"),
         ("plan", "--trace", "trace.json", "--cost", "cost.json", "--wire", "bfloat16", "--format", "torch"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "fsdp"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--wire", "bfloat16"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--format", "torch"),
+        ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--planner", "wfbp"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "ddp,fsdp"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "ddp,sharded", "--wire", "float16"),
         (
             *("plan", "--trace", "trace.json", "--cost", "10gbe", "--workers", "8"),
             *("--wire", "float16", "--wire-cost", "cost.json"),

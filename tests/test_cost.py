@@ -8,8 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import CostError, LinearCost, PiecewiseCost, fit
-from mgwfbp.cost import cheapest_s, cost_from_json
-from tests.examples import TableCost, linear_costs, partitions, piecewise_costs, that_take, whole_piecewise_costs
+from mgwfbp.cost import (
+    Cost,
+    ShardedCost,
+    WireCost,
+    cheapest_s,
+    cost_from_json,
+    full_precision_cost,
+    halved,
+    low_precision_cost,
+    sharded_cost,
+    taken_by,
+)
+from tests.examples import (
+    TableCost,
+    linear_costs,
+    partitions,
+    piecewise_costs,
+    table_costs,
+    that_take,
+    whole_piecewise_costs,
+)
 
 
 @given(piecewise_costs(), st.integers(0, 200), st.integers(0, 200))
@@ -263,3 +282,36 @@ def test_what_messages_take_from_the_computation_is_kept_in_the_file_where_there
 def test_messages_cannot_give_time_to_the_computation(name: str) -> None:
     with pytest.raises(CostError, match=name):
         cost_from_json({**LinearCost(2, 1.0, 1.0).to_json(), name: -1.0})
+
+
+@given(
+    st.one_of(that_take(linear_costs), that_take(whole_piecewise_costs()), that_take(table_costs())),
+    st.integers(0, 200),
+)
+def test_reduce_scatter_and_all_gather_are_an_all_reduce_that_is_started_twice(cost: Cost, size: int) -> None:
+    reduce_scatter, all_gather = sharded_cost(cost)
+    assert reduce_scatter(size) + all_gather(size) == cost(size)
+    assert (reduce_scatter.workers, all_gather.workers) == (cost.workers, cost.workers)
+    taken_s = taken_by(reduce_scatter, size) + taken_by(all_gather, size)
+    assert taken_s == taken_by(cost, size) + taken_by(cost, 0)
+    assert cheapest_s(reduce_scatter, size) == 0.5 * cheapest_s(cost, size)
+
+
+def test_a_cost_of_three_parts_is_that_of_the_all_reduce_with_its_own_halves() -> None:
+    line = LinearCost(4, 2.0, 1.0, {"from": "here"}, 0.5, 0.25)
+    cost = ShardedCost(line, LinearCost(4, 1.5, 0.5), PiecewiseCost(4, ((1, 1.0), (2, 2.0))))
+    assert (cost(3), cost.workers, cost.source) == (5.0, 4, {"from": "here"})
+    assert taken_by(cost, 2) == taken_by(line, 2) == 1.0
+    assert sharded_cost(cost) == (cost.reduce_scatter, cost.all_gather)
+    assert (full_precision_cost(cost), low_precision_cost(cost)) == (line, halved(line))
+    assert sharded_cost(WireCost(line, line)) == sharded_cost(line)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    line = LinearCost(4, 2.0, 1.0)
+    with pytest.raises(CostError, match="all_gather is of 2 workers, all_reduce of 4"):
+        ShardedCost(line, line, LinearCost(2, 2.0, 1.0))
+    with pytest.raises(CostError, match="reduce_scatter is None, expected a linear or a piecewise cost"):
+        ShardedCost(line, None, line)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(CostError, match="low is of 2 workers, full of 4"):
+        WireCost(line, LinearCost(2, 2.0, 1.0))

@@ -136,6 +136,17 @@ def test_a_plan_prints_its_messages_and_is_read_back(
     assert len(str(plan).splitlines()) == 1 + plan.num_groups + bool(plan.predicted)
 
 
+@given(st.lists(names, min_size=2, max_size=8, unique=True), st.randoms())
+def test_a_plan_prints_its_gathers_and_is_read_back(layers: list[str], chance: random.Random) -> None:
+    groups = tuple((name,) for name in layers)
+    gathered = chance.sample(layers, chance.randint(1, len(layers)))
+    cut = chance.randint(0, len(gathered) - 1)
+    gathers = tuple(tuple(part) for part in (gathered[:cut], gathered[cut:]) if part)
+    plan = MergePlan("toy", "by hand", groups, {"iteration_s": 1.0}, gathers=gathers)
+    assert MergePlan.parse(str(plan)) == plan
+    assert str(plan).splitlines()[len(layers) + 1].startswith("gather 1: ")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -145,6 +156,9 @@ def test_a_plan_prints_its_messages_and_is_read_back(
         ('plan of toy by me\nmessage 1: "a', "line 2: '\"a' is no name"),
         ("plan of toy by me\nmessage 1: a\npredicted: [1]", "line 3: what is predicted is [1]"),
         ("plan of toy by me", "groups: empty"),
+        ("plan of toy by me\nmessage 1: a\ngather 2: a", "line 3 is 'gather 2: a', expected 'message 2: NAMES'"),
+        ("plan of toy by me\nmessage 1: a\ngather 1: a\nmessage 2: b", "expected 'gather 2: NAMES'"),
+        ("plan of toy by me\nmessage 1: a\ngather 1: b", "gathers: 'b' is no gradient of the plan's groups"),
     ],
 )
 def test_text_that_is_no_plan_is_refused_with_its_line(text: str, words: str) -> None:

@@ -33,7 +33,7 @@ from mgwfbp import (
     predict,
 )
 from mgwfbp.files import MAX_FILE_BYTES
-from mgwfbp.record import Record
+from mgwfbp.record import Fields, Record
 from tests.examples import make_trace
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -45,8 +45,14 @@ layers = st.lists(
     max_size=6,
     unique_by=lambda layer: layer.name,
 ).map(tuple)
+layers_with_forward = st.lists(
+    st.builds(LayerTrace, names, seconds, st.integers(0, 2**40), seconds),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda layer: layer.name,
+).map(tuple)
 any_record: st.SearchStrategy[Record] = st.one_of(
-    st.builds(ModelTrace, names, seconds, layers, sources),
+    st.builds(ModelTrace, names, seconds, st.one_of(layers, layers_with_forward), sources),
     st.builds(LinearCost, st.integers(1, 10**6), seconds, seconds, sources),
     st.builds(
         lambda sizes, times: PiecewiseCost(3, tuple(zip(sorted(sizes), sorted(times), strict=True))),
@@ -55,6 +61,7 @@ any_record: st.SearchStrategy[Record] = st.one_of(
     ),
     st.builds(Network, names, st.sampled_from(["ring", "binary_tree"]), seconds, seconds, seconds),
     st.builds(MergePlan, names, names, st.just((("a", "b"), ("c",))), sources),
+    st.builds(MergePlan, names, names, st.just((("a", "b"), ("c",))), sources, gathers=st.just((("c",), ("b", "a")))),
 )
 
 
@@ -111,6 +118,12 @@ BAD_TRACES: list[tuple[Any, str]] = [
     (damaged(TRACE, layers=layer(grad_bytes=2**60)), r"grad_bytes is 1152921504606846976"),
     (damaged(TRACE, layers=layer(name=3)), r"layers\[0\]: a layer's name is 3"),
     (damaged(TRACE, layers=layer() + layer()), "layer 'b' stands twice"),
+    (damaged(TRACE, layers=layer(forward_s=-1)), r"layers\[0\]: layer 'b': forward_s is -1"),
+    (
+        damaged(TRACE, layers=layer(forward_s=1) + layer(name="a")),
+        "layer 'a' has no forward_s and others have one, expected it of all or none",
+    ),
+    (damaged(TRACE, layers=layer(forward_s=1e100) + layer(name="a", forward_s=1e100)), "forward_s of all layers"),
     (damaged(TRACE, source=3), "source is 3, expected an object"),
 ]
 
@@ -230,6 +243,53 @@ def test_a_bad_plan_is_refused_with_the_group(groups: Any, message: str) -> None
         MergePlan.from_json(data)
 
 
+SHARDED = MergePlan("toy", "by hand", (("d", "c"), ("b",), ("a",)), gathers=(("a",), ("d",), ("c",)))
+
+
+def test_a_plan_with_gathers_says_so_in_its_file_and_readers_of_others_refuse_it() -> None:
+    data = SHARDED.to_json()
+    assert (data["format"], data["gathers"]) == ("mgwfbp.plan/3", [["a"], ["d"], ["c"]])
+    assert MergePlan.from_json(data) == SHARDED
+    assert SHARDED.sharded == (True, False, True)
+    plain = MergePlan("toy", "by hand", SHARDED.groups)
+    assert plain.to_json().keys() == data.keys() - {"gathers"}
+    assert plain.messages != SHARDED.messages
+    assert plain.sharded == (False,) * 3
+    # What a reader of the first format does with it.
+    with pytest.raises(FormatError, match=r"format: expected 'mgwfbp\.plan/1', found 'mgwfbp\.plan/3'"):
+        Fields(data).check_format(MergePlan.FORMAT)
+    with pytest.raises(FormatError, match="gathers: missing"):
+        MergePlan.from_json({key: value for key, value in data.items() if key != "gathers"})
+
+
+@pytest.mark.parametrize(
+    ("gathers", "message"),
+    [
+        (None, "gathers is None, expected a list"),
+        ([[]], r"gathers\[0\] is \[\], expected a non-empty list"),
+        ([["b"], [3]], r"gathers\[1\]\[0\] is 3"),
+        ([["a"], ["a"]], "gathers: 'a' stands twice"),
+        ([["e"]], "gathers: 'e' is no gradient of the plan's groups"),
+        ([["a", "d"]], r"gathers: 'c' of groups\[0\] is not gathered and others of that message are"),
+    ],
+)
+def test_gathers_that_cannot_be_are_refused(gathers: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        MergePlan("toy", "by hand", SHARDED.groups, gathers=gathers)
+
+
+def test_a_plan_has_gathers_or_low_precision_but_not_both() -> None:
+    with pytest.raises(PlanError, match="both gathers and messages in low precision"):
+        MergePlan("toy", "by hand", SHARDED.groups, wire=("", "", "float16"), gathers=SHARDED.gathers)
+
+
+def test_whoever_all_reduces_all_messages_refuses_a_plan_with_gathers() -> None:
+    trace = make_trace([1, 2], [4, 8])
+    plan = MergePlan("example", "by hand", (("g0",), ("g1",)), gathers=(("g1",),))
+    with pytest.raises(PlanError, match=r"gathers parameters in the forward pass.* and torch's DDP all-reduces all"):
+        plan.bucket_cap_mb_list(trace)
+
+
 def test_messages_that_torchs_own_ddp_cannot_be_told_are_refused() -> None:
     trace = make_trace([1, 2, 3, 4], [4, 8, 0, 16])
     assert MergePlan.of_sizes(trace, [1, 1, 2]).bucket_cap_mb_list(trace) == [4 / 2**20, 8 / 2**20, 16 / 2**20]
@@ -257,6 +317,28 @@ def test_a_timeline_whose_spans_run_backwards_is_refused() -> None:
     data["messages"][0]["end_s"] = 0.0
     with pytest.raises(FormatError, match=r"messages\[0\]: span of .* expected them in this order"):
         Timeline.from_json(data)
+
+
+def test_the_forward_pass_is_shared_out_as_layers_say_or_else_as_the_backward_pass() -> None:
+    known = ModelTrace("toy", 6.0, (LayerTrace("b", 1.0, 8, 1.0), LayerTrace("a", 2.0, 4, 3.0)))
+    assert known.layer_forward_s == (1.5, 4.5)
+    assert known.scaled(2.0).layer_forward_s == (3.0, 9.0)
+    assert known.scaled(2.0).layers[1] == LayerTrace("a", 4.0, 4, 6.0)
+    assert ModelTrace("toy", 6.0, TRACE.layers).layer_forward_s == (2.0, 4.0)
+    for forward_s in (None, 0.0):
+        still = ModelTrace("toy", 6.0, tuple(LayerTrace(name, 0.0, 4, forward_s) for name in "cba"))
+        assert still.layer_forward_s == (2.0, 2.0, 2.0)
+
+
+@given(st.floats(0, 1e6), st.one_of(layers, layers_with_forward))
+def test_the_shares_of_layers_add_up_to_the_forward_pass(forward_s: float, some: tuple[LayerTrace, ...]) -> None:
+    shares = ModelTrace("toy", forward_s, some).layer_forward_s
+    assert len(shares) == len(some)
+    assert sum(shares) == pytest.approx(forward_s)
+
+
+def test_files_without_forward_times_of_layers_are_as_they_were() -> None:
+    assert TRACE.to_json()["layers"][0] == {"name": "b", "backward_s": 1.0, "grad_bytes": 8}
 
 
 def test_a_byte_order_mark_is_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`, and `WireCost` of both precisions."""
+"""What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`, `WireCost` of both precisions, `ShardedCost`."""
 
 import os
 from bisect import bisect_right
@@ -17,6 +17,7 @@ __all__ = [
     "Cost",
     "LinearCost",
     "PiecewiseCost",
+    "ShardedCost",
     "WireCost",
     "cheaper_cost",
     "cheapest_s",
@@ -25,6 +26,7 @@ __all__ = [
     "halved",
     "load_cost",
     "low_precision_cost",
+    "sharded_cost",
     "taken_by",
 ]
 
@@ -201,6 +203,16 @@ def _check_point(index: int, point: object) -> tuple[int, float]:
     return size, check_real(point[1], f"points[{index}][1], seconds,", CostError)
 
 
+def _check_parts(cost: object, first: str, *others: str) -> None:
+    """Raise unless all parts of a cost are costs of as many workers."""
+    for name in (first, *others):
+        part, workers = getattr(cost, name), getattr(getattr(cost, first), "workers", None)
+        if not isinstance(part, LinearCost | PiecewiseCost):
+            raise CostError(f"{name} is {quote(part)}, expected a linear or a piecewise cost")
+        if part.workers != workers:
+            raise CostError(f"{name} is of {plural(part.workers, 'worker')}, {first} of {workers}")
+
+
 @dataclass(frozen=True, slots=True)
 class WireCost:
     """What a message costs as its gradients are, and what it costs in a lower precision.
@@ -217,11 +229,7 @@ class WireCost:
     low: LinearCost | PiecewiseCost
 
     def __post_init__(self) -> None:
-        for name in ("full", "low"):
-            if not isinstance(getattr(self, name), LinearCost | PiecewiseCost):
-                raise CostError(f"{name} is {quote(getattr(self, name))}, expected a linear or a piecewise cost")
-        if self.full.workers != self.low.workers:
-            raise CostError(f"low is of {plural(self.low.workers, 'worker')}, full of {self.full.workers}")
+        _check_parts(self, "full", "low")
 
     def __call__(self, num_bytes: int, /) -> float:
         """Return the seconds an all-reduce of ``num_bytes`` takes as they are."""
@@ -260,30 +268,112 @@ def halved(cost: Cost) -> Cost:
         return replace(cost, per_byte_s=cost.per_byte_s / 2)
     if isinstance(cost, PiecewiseCost):
         return replace(cost, points=tuple((2 * size, time_s) for size, time_s in cost.points))
-    return _Halved(cost)
+    return _Part(cost, of_bytes=2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Halved:
-    """Any other cost, of half the bytes."""
+class _Part:
+    """Any other cost, of a part of the bytes, or a part of its time."""
 
     cost: Cost
+    of_bytes: int = 1  # one in so many
+    of_time: float = 1.0
 
     @property
     def workers(self) -> int:
         return self.cost.workers
 
+    @property
+    def taken_s(self) -> float:
+        return taken_by(self.cost, 0)
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        return float(self.of_time * getattr(self.cost, "taken_per_byte_s", 0.0))
+
     def __call__(self, num_bytes: int, /) -> float:
-        return self.cost(num_bytes // 2)
+        return self.of_time * self.cost(num_bytes // self.of_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCost:
+    """What an all-reduce costs, and what its two halves cost where each is a message: reduce-scatter and all-gather.
+
+    It is the all-reduce's cost. Like `WireCost` it has no file of its own: each part has a ``cost.json``.
+
+    >>> cost = ShardedCost(LinearCost(2, 2.0, 0.5), LinearCost(2, 1.5, 0.25), LinearCost(2, 1.0, 0.25))
+    >>> cost(10), cost.reduce_scatter(10), cost.all_gather(10)
+    (7.0, 4.0, 3.5)
+    """
+
+    all_reduce: LinearCost | PiecewiseCost
+    reduce_scatter: LinearCost | PiecewiseCost  # by the bytes of the gradients that all ranks hold before it
+    all_gather: LinearCost | PiecewiseCost  # by the bytes of the parameters that all ranks hold after it
+
+    def __post_init__(self) -> None:
+        _check_parts(self, "all_reduce", "reduce_scatter", "all_gather")
+
+    def __call__(self, num_bytes: int, /) -> float:
+        """Return the seconds an all-reduce of ``num_bytes`` takes."""
+        return self.all_reduce(num_bytes)
+
+    @property
+    def workers(self) -> int:
+        """How many workers take part."""
+        return self.all_reduce.workers
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """Where the cost of all-reduces is from."""
+        return self.all_reduce.source
+
+    @property
+    def taken_s(self) -> float:
+        """What an all-reduce takes from the computation, whatever its size."""
+        return self.all_reduce.taken_s
+
+    @property
+    def taken_per_byte_s(self) -> float:
+        """And for each of its bytes."""
+        return self.all_reduce.taken_per_byte_s
+
+
+def sharded_cost(cost: Cost) -> tuple[Cost, Cost]:
+    """Return what a reduce-scatter and what an all-gather cost: as was measured, or else half an all-reduce each.
+
+    A ring all-reduce is a ring reduce-scatter and a ring all-gather, of as many rounds and bytes, so that for a ring
+    half is exact (but for the additions). Other algorithms may have a cheaper all-reduce than the two together.
+
+    Of what an all-reduce takes from the computation, h + g M, each half takes all of h, since it is started like any
+    message, and half of g, since the two copy together what one all-reduce copies.
+
+    >>> sharded_cost(LinearCost(2, 2.0, 0.5, taken_s=1.0, taken_per_byte_s=0.5))[0]
+    LinearCost(2 workers: 1 s + 2.5e+08 ns/B, taking 1 s + 2.5e+08 ns/B from the computation)
+    """
+    if isinstance(cost, ShardedCost):
+        return cost.reduce_scatter, cost.all_gather
+    cost = full_precision_cost(cost)
+    half: Cost
+    if isinstance(cost, LinearCost):
+        startup_s, per_byte_s, taken_s = (0.5 * x for x in (cost.startup_s, cost.per_byte_s, cost.taken_per_byte_s))
+        half = replace(cost, startup_s=startup_s, per_byte_s=per_byte_s, taken_per_byte_s=taken_s)
+    elif isinstance(cost, PiecewiseCost):
+        points = tuple((size, 0.5 * time_s) for size, time_s in cost.points)
+        half = replace(cost, points=points, taken_per_byte_s=0.5 * cost.taken_per_byte_s)
+    else:
+        half = _Part(cost, of_time=0.5)
+    return half, half
 
 
 def low_precision_cost(cost: Cost) -> Cost:
     """Return what messages in low precision cost: as was measured, or else half the bytes."""
-    return cost.low if isinstance(cost, WireCost) else halved(cost)
+    return cost.low if isinstance(cost, WireCost) else halved(full_precision_cost(cost))
 
 
 def full_precision_cost(cost: Cost) -> Cost:
-    """Return what messages cost as their gradients are."""
+    """Return what all-reduced messages cost as their gradients are."""
+    if isinstance(cost, ShardedCost):
+        return cost.all_reduce
     return cost.full if isinstance(cost, WireCost) else cost
 
 
@@ -400,6 +490,8 @@ def cheapest_s(cost: Cost, num_bytes: int) -> float:
     cost = full_precision_cost(cost)
     if num_bytes == 0 or isinstance(cost, LinearCost):
         return cost(num_bytes)
+    if isinstance(cost, _Part) and cost.of_bytes == 1:
+        return cost.of_time * cheapest_s(cost.cost, num_bytes)
     if isinstance(cost, CheaperCost):
         return min(cheapest_s(cost.full, num_bytes), cheapest_s(cost.low, num_bytes))
     if isinstance(cost, PiecewiseCost):

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and how: `MergePlan`."""
+"""Which gradients travel together, how, and which parameters are gathered together: `MergePlan`."""
 
 import json
 import re
@@ -25,15 +25,21 @@ class MergePlan(Record):
     """A partition of a model's gradients into messages, in the order in which the messages are sent.
 
     A plan with messages that travel in a lower precision than that of their gradients has format ``mgwfbp.plan/2``.
+    For a sharded optimizer a plan also has ``gathers``, and format ``mgwfbp.plan/3``: a message whose gradients stand
+    there is a reduce-scatter, each rank updates its share, and the parameters are all-gathered during the next forward
+    pass, in these groups. Other messages are all-reduced, and all ranks update their parameters.
 
     >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")))
     MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2)
     >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")), wire=("", "bfloat16"))
     MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2, 1 of them in bfloat16)
+    >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")), gathers=(("a",), ("b",)))
+    MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2, 1 of them reduce-scattered, 2 gathers, 1+1)
     """
 
     FORMAT: ClassVar[str] = "mgwfbp.plan/1"
     WIRE_FORMAT: ClassVar[str] = "mgwfbp.plan/2"
+    GATHER_FORMAT: ClassVar[str] = "mgwfbp.plan/3"
 
     model: str
     planner: str
@@ -41,12 +47,14 @@ class MergePlan(Record):
     predicted: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what the planner expects; free-form
     # The precision of each message, "" for that of its gradients; empty where all are such.
     wire: tuple[str, ...] = ()
+    # Names of the parameters of each all-gather in the next forward pass, in the order in which they are gathered.
+    gathers: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_text(self.model, "model", PlanError)
         check_text(self.planner, "planner", PlanError)
         listed = check_items(self.groups, object, "groups", PlanError)
-        groups = tuple(_check_group(index, group) for index, group in enumerate(listed))
+        groups = tuple(_check_group(f"groups[{index}]", group) for index, group in enumerate(listed))
         if not groups:
             raise PlanError("groups: empty, expected at least one message")
         object.__setattr__(self, "groups", groups)
@@ -55,19 +63,51 @@ class MergePlan(Record):
         repeated = first_repeated(self.layer_names)
         if repeated is not None:
             raise PlanError(f"groups: {quote(repeated)} stands twice, expected every gradient once")
+        gathers = check_items(self.gathers, object, "gathers", PlanError)
+        gathers = tuple(_check_group(f"gathers[{index}]", group) for index, group in enumerate(gathers))
+        object.__setattr__(self, "gathers", gathers)
+        self._check_gathers()
+
+    def _check_gathers(self) -> None:
+        if not self.gathers:
+            return
+        listed = tuple(chain.from_iterable(self.gathers))
+        repeated = first_repeated(listed)
+        if repeated is not None:
+            raise PlanError(f"gathers: {quote(repeated)} stands twice, expected every parameter once at most")
+        if self.wire:
+            raise PlanError("the plan has both gathers and messages in low precision (wire), expected one of them")
+        gathered = set(listed)
+        unknown = gathered.difference(self.layer_names)
+        if unknown:
+            raise PlanError(f"gathers: {quote(min(unknown))} is no gradient of the plan's groups")
+        for index, group in enumerate(self.groups):
+            missing = [name for name in group if name not in gathered]
+            if 0 < len(missing) < len(group):
+                raise PlanError(
+                    f"gathers: {quote(missing[0])} of groups[{index}] is not gathered and others of that message are, "
+                    "expected all of them or none"
+                )
 
     def __repr__(self) -> str:
-        sizes = [str(size) for size in self.group_sizes]
-        shown = "+".join(sizes if len(sizes) <= 12 else [*sizes[:11], "…"])
+        shown = _sizes_words(self.groups)
         return (
             f"MergePlan({quote(self.model)} by {quote(self.planner)}: {plural(len(self.layer_names), 'gradient')} in "
-            f"{plural(self.num_groups, 'message')}, {shown}{self._wire_words})"
+            f"{plural(self.num_groups, 'message')}, {shown}{self._wire_words}{self._gather_words})"
         )
 
     @property
     def _wire_words(self) -> str:
         counts = Counter(filter(None, self.wire))
         return "".join(f", {number} of them in {name}" for name, number in counts.items())
+
+    @property
+    def _gather_words(self) -> str:
+        if not self.gathers:
+            return ""
+        number = "all" if all(self.sharded) else f"{sum(self.sharded)}"
+        gathers = plural(len(self.gathers), "gather")
+        return f", {number} of them reduce-scattered, {gathers}, {_sizes_words(self.gathers)}"
 
     def __str__(self) -> str:
         """Return the plan as text: a line for each message, in the order in which they are sent. `parse` reads it.
@@ -76,11 +116,21 @@ class MergePlan(Record):
         plan of toy by "by hand"
         message 1: d c
         message 2: b "the last"
+        >>> print(MergePlan("toy", "by hand", (("c",), ("b", "a")), gathers=(("a",), ("b",))))
+        plan of toy by "by hand"
+        message 1: c
+        message 2: b a
+        gather 1: a
+        gather 2: b
         """
         lines = [f"plan of {_word(self.model)} by {_word(self.planner)}"]
         lines += [
             f"message {number}{f' in {wire}' if wire else ''}: {' '.join(_word(name) for name in group)}"
             for number, (group, wire) in enumerate(zip(self.groups, self.wires, strict=True), 1)
+        ]
+        lines += [
+            f"gather {number}: {' '.join(_word(name) for name in group)}"
+            for number, group in enumerate(self.gathers, 1)
         ]
         if self.predicted:
             lines.append(f"predicted: {json.dumps(dict(self.predicted), allow_nan=False, default=dict)}")
@@ -98,19 +148,23 @@ class MergePlan(Record):
         if len(words) != 5 or (words[0], words[1], words[3]) != ("plan", "of", "by"):
             raise PlanError(f"line 1 is {quote(head)}, expected 'plan of MODEL by PLANNER'")
         groups: list[tuple[str, ...]] = []
+        gathers: list[tuple[str, ...]] = []
         wire: list[str] = []
         predicted: dict[str, Any] = {}
         for number, line in enumerate(lines, 2):
             start, _, rest = line.partition(": ")
             start, _, precision = start.partition(" in ")
-            if start == f"message {len(groups) + 1}":
+            if start == f"message {len(groups) + 1}" and not gathers:
                 groups.append(tuple(_words(rest, number)))
                 wire.append(precision)
+            elif start == f"gather {len(gathers) + 1}" and not precision:
+                gathers.append(tuple(_words(rest, number)))
             elif start == "predicted" and number == len(lines) + 1:
                 predicted = _json(rest, number)
             else:
-                raise PlanError(f"line {number} is {quote(line)}, expected 'message {len(groups) + 1}: NAMES'")
-        return cls(words[2], words[4], tuple(groups), predicted, tuple(wire))
+                due = f"gather {len(gathers) + 1}" if gathers else f"message {len(groups) + 1}"
+                raise PlanError(f"line {number} is {quote(line)}, expected '{due}: NAMES'")
+        return cls(words[2], words[4], tuple(groups), predicted, tuple(wire), tuple(gathers))
 
     @classmethod
     def of_sizes(cls, trace: ModelTrace, sizes: Iterable[int], *, planner: str = "by hand") -> Self:
@@ -142,9 +196,15 @@ class MergePlan(Record):
         return self.wire or ("",) * len(self.groups)
 
     @property
-    def messages(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-        """All that two plans which send the same have in common: groups, and how they travel."""
-        return self.groups, self.wire
+    def sharded(self) -> tuple[bool, ...]:
+        """Which messages are reduce-scatters: those whose parameters are gathered in the next forward pass."""
+        gathered = set(chain.from_iterable(self.gathers))
+        return tuple(group[0] in gathered for group in self.groups)
+
+    @property
+    def messages(self) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[tuple[str, ...], ...]]:
+        """All that two plans which send the same have in common: groups, how they travel, and what is gathered."""
+        return self.groups, self.wire, self.gathers
 
     def low_bytes(self, size_of: Mapping[str, int]) -> int:
         """Return how many bytes of gradients travel in low precision, with the bytes of each by its name.
@@ -179,6 +239,14 @@ class MergePlan(Record):
             f"({'; '.join(differences)}); it was made for another model: make a new one with `mgwfbp plan`"
         )
 
+    def check_all_reduced(self, who: str) -> None:
+        """Raise where parameters are gathered in the forward pass, which ``who`` does not do."""
+        if self.gathers:
+            raise PlanError(
+                f"the plan gathers parameters in the forward pass, for a sharded optimizer, and {who} all-reduces all "
+                "messages: make a plan with `mgwfbp plan --engine ddp`"
+            )
+
     def bucket_cap_mb_list(self, trace: ModelTrace) -> list[float]:
         """Return the sizes in MiB with which torch's own DDP, from 2.11 on, sends these messages.
 
@@ -205,6 +273,7 @@ class MergePlan(Record):
             PlanError: where the plan is for other gradients, or torch cannot be told these messages.
         """
         self.check_covers([layer.name for layer in trace.layers])
+        self.check_all_reduced("torch's DDP")
         if self.wire:
             raise PlanError(
                 "the plan sends messages in low precision, which torch's DDP cannot be told: give it to "
@@ -231,11 +300,12 @@ class MergePlan(Record):
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan.json``."""
         return {
-            "format": self.WIRE_FORMAT if self.wire else self.FORMAT,
+            "format": self.GATHER_FORMAT if self.gathers else self.WIRE_FORMAT if self.wire else self.FORMAT,
             "model": self.model,
             "planner": self.planner,
             "groups": [list(group) for group in self.groups],
             **({"wire": [wire or None for wire in self.wire]} if self.wire else {}),
+            **({"gathers": [list(group) for group in self.gathers]} if self.gathers else {}),
             "predicted": dict(self.predicted),
         }
 
@@ -243,11 +313,12 @@ class MergePlan(Record):
     def from_json(cls, data: object) -> Self:
         """Make a plan from the content of ``plan.json``."""
         fields = Fields(data)
-        has_wire = fields.get("format", "") == cls.WIRE_FORMAT
-        fields.check_format(cls.WIRE_FORMAT if has_wire else cls.FORMAT)
-        wire = tuple("" if one is None else one for one in fields.items("wire")) if has_wire else ()
+        form = fields.get("format", "")
+        fields.check_format(form if form in (cls.WIRE_FORMAT, cls.GATHER_FORMAT) else cls.FORMAT)
+        wire = tuple("" if one is None else one for one in fields.items("wire")) if form == cls.WIRE_FORMAT else ()
+        gathers = tuple(fields.items("gathers")) if form == cls.GATHER_FORMAT else ()
         groups, predicted = tuple(fields.items("groups")), fields.get("predicted", {})
-        return cls(fields["model"], fields["planner"], groups, predicted, wire)
+        return cls(fields["model"], fields["planner"], groups, predicted, wire, gathers)
 
 
 _PLAIN = re.compile(r"[\w.\-+/:]+", re.ASCII)
@@ -295,7 +366,13 @@ def _check_wire(wire: object, num_groups: int) -> tuple[str, ...]:
     return tuple(str(one) for one in listed) if any(listed) else ()
 
 
-def _check_group(index: int, group: object) -> tuple[str, ...]:
+def _check_group(what: str, group: object) -> tuple[str, ...]:
     if not isinstance(group, (list, tuple)) or not group:
-        raise PlanError(f"groups[{index}] is {quote(group)}, expected a non-empty list of gradient names")
-    return tuple(check_text(name, f"groups[{index}][{place}]", PlanError) for place, name in enumerate(group))
+        raise PlanError(f"{what} is {quote(group)}, expected a non-empty list of gradient names")
+    return tuple(check_text(name, f"{what}[{place}]", PlanError) for place, name in enumerate(group))
+
+
+def _sizes_words(groups: Sequence[tuple[str, ...]]) -> str:
+    """Return how many names each group has, of many groups of the first."""
+    sizes = [str(len(group)) for group in groups]
+    return "+".join(sizes if len(sizes) <= 12 else [*sizes[:11], "…"])

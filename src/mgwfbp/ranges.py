@@ -11,7 +11,16 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeGuard
 
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, WireCost, full_precision_cost, low_precision_cost
+from mgwfbp.cost import (
+    Cost,
+    LinearCost,
+    PiecewiseCost,
+    ShardedCost,
+    WireCost,
+    full_precision_cost,
+    low_precision_cost,
+    sharded_cost,
+)
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import LARGEST, LARGEST_COUNT
 from mgwfbp.timeline import predict
@@ -48,6 +57,8 @@ def off_by(cost: Cost, errors: float) -> Cost:
     """
     if isinstance(cost, WireCost):
         return WireCost(_off_by(cost.full, errors), _off_by(cost.low, errors))
+    if isinstance(cost, ShardedCost):
+        return ShardedCost(*(_off_by(part, errors) for part in (cost.all_reduce, cost.reduce_scatter, cost.all_gather)))
     return _off_by(cost, errors) if isinstance(cost, LinearCost | PiecewiseCost) else cost
 
 
@@ -77,7 +88,8 @@ def predict_range(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[float
     >>> predict_range(trace, cost, MergePlan.of_sizes(trace, [1]))
     (10.0, 12.2)
     """
-    if spread_of(cost) is None or (plan.wire and spread_of(low_precision_cost(cost)) is None):
+    parts = [cost, *([low_precision_cost(cost)] if plan.wire else []), *(sharded_cost(cost) if plan.gathers else ())]
+    if any(spread_of(part) is None for part in parts):
         return None
     off = trace.source.get("off")
     times = 1 + off if _is_part(off) else 1.0

@@ -177,6 +177,9 @@ class Fields:
             raise FormatError(f"{self.path(name)}: missing")
         return self._data[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._data
+
     def get(self, name: str, default: Any) -> Any:
         """Return the field, or ``default`` where it is absent."""
         return self._data.get(name, default)

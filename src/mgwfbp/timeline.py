@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
-from mgwfbp.cost import Cost, cheapest_s, low_precision_cost, taken_by
+from mgwfbp.cost import Cost, cheapest_s, low_precision_cost, sharded_cost, taken_by
 from mgwfbp.errors import CostError, FormatError, TimelineError
 from mgwfbp.network import Network
 from mgwfbp.plan import WIRES, MergePlan
@@ -22,6 +22,7 @@ __all__ = [
     "predict_naive",
     "predict_parameter_server",
     "sent_with",
+    "sharded_lower_bound_s",
 ]
 
 
@@ -68,6 +69,10 @@ class Timeline(Record):
     :math:`t_c^{no} / (t_f + t_b)`, the speedup :math:`S(N) = N / (1 + r)`, Eqs. (4) and (5), and the efficiency S(N)/N.
     What messages take from the computation (`taken_s`) stands between gradients as time in which none is computed, and
     counts with :math:`t_c^{no}`.
+
+    Where parameters are gathered during the forward pass (`gathers`), time 0 is when the last message of the step
+    before has ended, `iteration_s` is the period of training, and `forward` is one span up to the end of that pass: all
+    that its layers waited for gathers, and lost to them, stands in front of it (`waited_s`).
     """
 
     FORMAT: ClassVar[str] = "mgwfbp.timeline/1"
@@ -78,6 +83,7 @@ class Timeline(Record):
     forward: Span
     backward: tuple[Span, ...]  # one per gradient, in ready order
     messages: tuple[Span, ...]  # in the order in which they are sent
+    gathers: tuple[Span, ...] = ()  # of parameters, during the forward pass, in their order
 
     def __post_init__(self) -> None:
         check_text(self.model, "model", TimelineError)
@@ -87,11 +93,12 @@ class Timeline(Record):
             object.__setattr__(self, name, check_items(getattr(self, name), Span, name, TimelineError))
             if not getattr(self, name):
                 raise TimelineError(f"{name}: empty, expected at least one span")
+        object.__setattr__(self, "gathers", check_items(self.gathers, Span, "gathers", TimelineError))
 
     def __repr__(self) -> str:
         return (
             f"Timeline({quote(self.model)} by {quote(self.planner)}, {plural(self.workers, 'worker')}: "
-            f"{format_seconds(self.iteration_s)} in {plural(len(self.messages), 'message')}, "
+            f"{format_seconds(self.iteration_s)} in {plural(len(self.messages), 'message')}{self._gather_words}, "
             f"{format_seconds(self.exposed_s)} exposed{self._taken_words})"
         )
 
@@ -103,8 +110,12 @@ class Timeline(Record):
         return f", {format_seconds(self.taken_s)} taken from the computation"
 
     @property
+    def _gather_words(self) -> str:
+        return f" and {plural(len(self.gathers), 'gather')}" if self.gathers else ""
+
+    @property
     def compute_s(self) -> float:
-        """When the backward pass ends: t_f + t_b, and what messages took from it."""
+        """When the backward pass ends: t_f + t_b, what messages took from it and what the forward pass waited."""
         return self.backward[-1].end_s
 
     @property
@@ -113,9 +124,14 @@ class Timeline(Record):
         return sum(later.start_s - earlier.end_s for earlier, later in pairwise((self.forward, *self.backward)))
 
     @property
+    def waited_s(self) -> float:
+        """What the forward pass waited for gathers and lost to them; 0 where there are none."""
+        return self.forward.wait_s if self.gathers else 0.0
+
+    @property
     def communication_s(self) -> float:
         """How long the link is busy: t_c."""
-        return sum(message.duration_s for message in self.messages)
+        return sum(message.duration_s for message in (*self.gathers, *self.messages))
 
     @property
     def grad_bytes(self) -> int:
@@ -139,15 +155,16 @@ class Timeline(Record):
 
     @property
     def exposed_s(self) -> float:
-        """Communication that no computation hides, t_c^no."""
-        return self.iteration_s - self.compute_s
+        """Communication that no computation hides, t_c^no; what the forward pass waited for gathers is part of it."""
+        return self.iteration_s - self.compute_s + self.waited_s
 
     @property
     def ratio(self) -> float:
         """The paper's r: exposed communication, and what messages took, for each second of computation."""
         lost_s = self.exposed_s + self.taken_s
-        if self.compute_s > self.taken_s:
-            return lost_s / (self.compute_s - self.taken_s)
+        alone_s = self.compute_s - self.taken_s - self.waited_s
+        if alone_s > 0:
+            return lost_s / alone_s
         return float("inf") if lost_s else 0.0
 
     @property
@@ -183,6 +200,7 @@ class Timeline(Record):
             "forward": _span_json(self.forward),
             "backward": [_span_json(span) for span in self.backward],
             "messages": [_span_json(span) for span in self.messages],
+            **({"gathers": [_span_json(span) for span in self.gathers]} if self.gathers else {}),
         }
 
     @classmethod
@@ -197,6 +215,7 @@ class Timeline(Record):
             _span(fields.child("forward")),
             tuple(_span(entry) for entry in fields.objects("backward")),
             tuple(_span(entry) for entry in fields.objects("messages")),
+            tuple(_span(entry) for entry in fields.objects("gathers")) if "gathers" in fields else (),
         )
 
 
@@ -232,6 +251,13 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     gradients are ready later by what those before them took, `lags_s`. A message in low precision takes what
     `low_precision_cost` says.
 
+    A plan with gathers is laid out from the end of the last message of the step before, `Timeline`. Gathers go one
+    after another from there; the forward pass runs layer by layer in the opposite of the ready order, each layer once
+    its gather has ended; then come the backward pass and the messages, reduce-scatters where their parameters are
+    gathered, with what `sharded_cost` says. What a gather takes from the computation it takes from the layers that the
+    gather before it has brought; the first takes something only if the forward pass begins with layers that are not
+    gathered.
+
     Ignored: jitter, and the update.
 
     Args:
@@ -257,20 +283,50 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     (13.0, 4.0, 1)
     """
     plan.check_covers([layer.name for layer in trace.layers])
+    gathers, forward = _forward_pass(trace, cost, plan)
     lags = lags_s(trace, cost, plan)
     row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
-    alone_s = trace.ready_s
+    alone_s = _ready_s(trace, forward)
     ready_s = [ready + lag for ready, lag in zip(alone_s, lags, strict=True)]
     messages, link_free_s = [], 0.0
-    low = low_precision_cost(cost)
-    for group, wire, (sent_row, taken_s) in zip(plan.groups, plan.wires, sent_with(trace, cost, plan), strict=True):
+    low, reduce_scatter = low_precision_cost(cost), sharded_cost(cost)[0]
+    kinds = zip(plan.groups, plan.wires, plan.sharded, sent_with(trace, cost, plan), strict=True)
+    for group, wire, is_sharded, (sent_row, taken_s) in kinds:
         rows = [row_of[name] for name in group]
         group_ready_s = max(ready_s[row] for row in rows)
         group_bytes = sum(trace.layers[row].grad_bytes for row in rows)
         start_s = max(link_free_s, group_ready_s, alone_s[sent_row] + taken_s)
-        link_free_s = start_s + _duration_s(low if wire else cost, group_bytes)
+        link_free_s = start_s + _duration_s(low if wire else reduce_scatter if is_sharded else cost, group_bytes)
         messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s, wire))
-    return _timeline(trace, cost.workers, plan.planner, messages, lags)
+    return _timeline(trace, cost.workers, plan.planner, messages, lags, (gathers, forward))
+
+
+def _forward_pass(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[tuple[Span, ...], Span]:
+    """Return the gathers of a plan and the forward pass that waits for them."""
+    if not plan.gathers:
+        return (), Span((), 0, 0.0, 0.0, trace.forward_s)
+    all_gather, link_free_s = sharded_cost(cost)[1], 0.0
+    size_of = {layer.name: layer.grad_bytes for layer in trace.layers}
+    gathers, place_of = [], dict[str, int]()  # which gather brings a parameter
+    for place, group in enumerate(plan.gathers):
+        num_bytes = sum(size_of[name] for name in group)
+        start_s, link_free_s = link_free_s, link_free_s + _duration_s(all_gather, num_bytes)
+        gathers.append(Span(group, num_bytes, 0.0, start_s, link_free_s))
+        place_of.update(dict.fromkeys(group, place))
+    takes_s = {place: taken_by(all_gather, span.num_bytes) for place, span in enumerate(gathers)}
+    if trace.layers[-1].name in place_of:
+        del takes_s[0]  # nothing is computed while the first gather is under way
+    now_s = 0.0
+    for layer, layer_s in zip(reversed(trace.layers), reversed(trace.layer_forward_s), strict=True):
+        place = place_of.get(layer.name, -1)
+        arrived_s = gathers[place].end_s if place >= 0 else 0.0
+        now_s = max(now_s, arrived_s) + takes_s.pop(place + 1, 0.0) + layer_s
+    return tuple(gathers), Span((), 0, 0.0, max(0.0, now_s - trace.forward_s), now_s)
+
+
+def _ready_s(trace: ModelTrace, forward: Span) -> list[float]:
+    """Return when each gradient is ready after this forward pass, where messages take nothing."""
+    return list(accumulate((layer.backward_s for layer in trace.layers), initial=forward.end_s))[1:]
 
 
 def sent_with(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[tuple[int, float]]:
@@ -279,11 +335,13 @@ def sent_with(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[tuple[int,
     A message is sent when its last gradient is ready and those before it in the plan have been sent.
     """
     row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
+    reduce_scatter = sharded_cost(cost)[0]
     found, row, taken_s = [], 0, 0.0
-    for group in plan.groups:
+    for group, is_sharded in zip(plan.groups, plan.sharded, strict=True):
         row = max(row, *(row_of[name] for name in group))
         found.append((row, taken_s))
-        taken_s += taken_by(cost, sum(trace.layers[row_of[name]].grad_bytes for name in group))
+        group_bytes = sum(trace.layers[row_of[name]].grad_bytes for name in group)
+        taken_s += taken_by(reduce_scatter if is_sharded else cost, group_bytes)
     return found
 
 
@@ -346,15 +404,20 @@ def predict_parameter_server(trace: ModelTrace, network: Network, workers: int, 
 
 
 def _timeline(
-    trace: ModelTrace, workers: int, planner: str, messages: Sequence[Span], lags: Sequence[float]
+    trace: ModelTrace,
+    workers: int,
+    planner: str,
+    messages: Sequence[Span],
+    lags: Sequence[float],
+    begin: tuple[tuple[Span, ...], Span] | None = None,  # gathers, and the forward pass
 ) -> Timeline:
-    backward, before_s = [], trace.forward_s
-    for layer, end_s, lag_s in zip(trace.layers, trace.ready_s, lags, strict=True):
+    gathers, forward = begin or ((), Span((), 0, 0.0, 0.0, trace.forward_s))
+    backward, before_s = [], forward.end_s
+    for layer, end_s, lag_s in zip(trace.layers, _ready_s(trace, forward), lags, strict=True):
         start_s = before_s + lag_s
         backward.append(Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s + lag_s))
         before_s = end_s
-    forward = Span((), 0, 0.0, 0.0, trace.forward_s)
-    return Timeline(trace.model, planner, workers, forward, tuple(backward), tuple(messages))
+    return Timeline(trace.model, planner, workers, forward, tuple(backward), tuple(messages), gathers)
 
 
 def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
@@ -388,3 +451,40 @@ def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
         bound_s = max(bound_s, ready_s + least_s)
         before += layer.grad_bytes
     return max(bound_s, trace.compute_s + last_s)
+
+
+def sharded_lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
+    r"""Return a time that the period of no plan can undercut whose messages may be reduce-scattered or all-reduced.
+
+    Messages with gradients from j on start no earlier than :math:`r_j` after the start of a backward pass. If such
+    gradients are sharded, what carries them is a reduce-scatter and an all-gather, else an all-reduce; and the last of
+    all these leaves at least :math:`q_j` of the next forward pass: layer j and those that come after it there. So for
+    every j
+
+    .. math:: C \ge r_j + q_j + \min\{ T_{rs}^*(M_j) + T_{ag}^*(M_j),\; T_{ar}^*(M_j) \}
+
+    with :math:`M_j` the bytes of gradients j to L and :math:`T^*` the cheapest way to send so many bytes, `cheapest_s`;
+    for the last gradient that is T itself. It holds for any groups and any order on the link. What messages take from
+    the computation would only add to it, and is left out.
+
+    Args:
+        trace: when each gradient is ready, and what its layer takes in the forward pass.
+        cost: what an all-reduce takes, and its halves as `sharded_cost` has them.
+
+    >>> from mgwfbp.cost import LinearCost
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
+    >>> sharded_lower_bound_s(trace, LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1))
+    12.0
+    """
+    reduce_scatter, all_gather = sharded_cost(cost)
+    ready_s = accumulate(layer.backward_s for layer in trace.layers)
+    left_s = accumulate(trace.layer_forward_s)  # q
+    bound_s, left = 0.0, trace.grad_bytes
+    for layer, ready, forward_s in zip(trace.layers, ready_s, left_s, strict=True):
+        sharded_s = cheapest_s(reduce_scatter, left) + cheapest_s(all_gather, left)
+        bound_s = max(bound_s, ready + forward_s + min(sharded_s, cheapest_s(cost, left)))
+        left -= layer.grad_bytes
+    last = trace.layers[-1].grad_bytes
+    last_s = min(reduce_scatter(last) + all_gather(last), cost(last))
+    return max(bound_s, trace.backward_s + trace.forward_s + last_s)

@@ -25,15 +25,18 @@ __all__ = ["LayerTrace", "ModelTrace", "layers_of", "load_trace", "recorded_trac
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """One gradient's share of the backward pass."""
+    """One gradient's share of the backward pass, and where it is known its layer's of the forward pass."""
 
     name: str  # parameter name, e.g. "layer1.0.conv1.weight"
     backward_s: float  # t_b^(l): from the previous gradient being ready to this one
     grad_bytes: int  # bytes this gradient puts on the wire
+    forward_s: float | None = None  # what the layer takes in the forward pass, where it is known
 
     def __post_init__(self) -> None:
         check_text(self.name, "a layer's name", TraceError)
         what = f"layer {quote(self.name)}"
+        if self.forward_s is not None:
+            object.__setattr__(self, "forward_s", check_real(self.forward_s, f"{what}: forward_s", TraceError))
         object.__setattr__(self, "backward_s", check_real(self.backward_s, f"{what}: backward_s", TraceError))
         object.__setattr__(self, "grad_bytes", check_count(self.grad_bytes, f"{what}: grad_bytes", TraceError))
 
@@ -58,7 +61,8 @@ def layers_of(moments: Iterable[tuple[str, float, int]], start_s: float = 0.0) -
 class ModelTrace(Record):
     """One training step of one worker, without communication, gradients in ready order.
 
-    Index 0 is the gradient that is ready first: the paper's layer L.
+    Index 0 is the gradient that is ready first: the paper's layer L. The forward pass uses layers in the opposite
+    order. Either all layers say what they take in it, or none.
 
     >>> trace = ModelTrace("toy", 3.0, (LayerTrace("b", 2.0, 8), LayerTrace("a", 1.0, 4)))
     >>> trace.ready_s, trace.compute_s, trace.grad_bytes
@@ -84,6 +88,11 @@ class ModelTrace(Record):
         repeated = first_repeated(layer.name for layer in self.layers)
         if repeated is not None:
             raise TraceError(f"layer {quote(repeated)} stands twice, expected every name once")
+        known = [layer.forward_s for layer in self.layers if layer.forward_s is not None]
+        if known and len(known) < len(self.layers):
+            unknown = next(layer.name for layer in self.layers if layer.forward_s is None)
+            raise TraceError(f"layer {quote(unknown)} has no forward_s and others have one, expected it of all or none")
+        check_real(sum(known), "forward_s of all layers together", TraceError)
         check_real(self.compute_s, "forward_s and all backward_s together", TraceError)
         check_count(self.grad_bytes, "all grad_bytes together", TraceError)
 
@@ -98,6 +107,22 @@ class ModelTrace(Record):
         r"""When each gradient is ready, from the start of the step: :math:`\tau_b^{(l)} + t_b^{(l)}`, Eq. (6)."""
         times = accumulate((layer.backward_s for layer in self.layers), initial=self.forward_s)
         return tuple(times)[1:]
+
+    @property
+    def layer_forward_s(self) -> tuple[float, ...]:
+        """What each layer takes in the forward pass, in ready order, together ``forward_s``.
+
+        In proportion to what layers say, or where they say nothing to their ``backward_s``; all alike where that is 0.
+
+        >>> ModelTrace("toy", 3.0, (LayerTrace("b", 2.0, 8), LayerTrace("a", 1.0, 4))).layer_forward_s
+        (2.0, 1.0)
+        """
+        shares = [layer.backward_s if layer.forward_s is None else layer.forward_s for layer in self.layers]
+        total_s = sum(shares)
+        if not total_s:
+            return (self.forward_s / len(shares),) * len(shares)
+        factor = self.forward_s / total_s
+        return tuple(share_s * factor for share_s in shares)
 
     @property
     def compute_s(self) -> float:
@@ -122,7 +147,14 @@ class ModelTrace(Record):
         """
         if factor == 1:
             return self
-        layers = tuple(replace(layer, backward_s=layer.backward_s * factor) for layer in self.layers)
+        layers = tuple(
+            replace(
+                layer,
+                backward_s=layer.backward_s * factor,
+                forward_s=None if layer.forward_s is None else layer.forward_s * factor,
+            )
+            for layer in self.layers
+        )
         return replace(self, forward_s=self.forward_s * factor, layers=layers)
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +164,12 @@ class ModelTrace(Record):
             "model": self.model,
             "forward_s": self.forward_s,
             "layers": [
-                {"name": layer.name, "backward_s": layer.backward_s, "grad_bytes": layer.grad_bytes}
+                {
+                    "name": layer.name,
+                    "backward_s": layer.backward_s,
+                    "grad_bytes": layer.grad_bytes,
+                    **({} if layer.forward_s is None else {"forward_s": layer.forward_s}),
+                }
                 for layer in self.layers
             ],
             "source": dict(self.source),
@@ -147,7 +184,7 @@ class ModelTrace(Record):
         for entry in fields.objects("layers"):
             name, backward_s, grad_bytes = entry["name"], entry["backward_s"], entry["grad_bytes"]
             try:
-                layers.append(LayerTrace(name, backward_s, grad_bytes))
+                layers.append(LayerTrace(name, backward_s, grad_bytes, entry.get("forward_s", None)))
             except TraceError as error:
                 raise FormatError(f"{entry.where}: {error}") from None
         return cls(fields["model"], fields["forward_s"], tuple(layers), fields.get("source", {}))

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mgwfbp import (
     find_plan,
     predict,
 )
+from mgwfbp.planners import find_sharded_plan
 from mgwfbp.report import Inputs, build_page, load_inputs
 from mgwfbp.units import format_bytes, format_seconds
 from tests.report.browser import Tab, drawn_messages, find_browser, open_tab, write_page
@@ -62,6 +64,17 @@ def test_a_timeline_shows_as_many_messages_as_its_plan(tab: Tab, tmp_path: Path,
     widths = [width for _, _, width in shown]
     scale = max(widths) / max(span.duration_s for span in step.messages)
     assert widths == pytest.approx([span.duration_s * scale for span in step.messages], abs=1.0)
+
+
+def test_a_timeline_shows_gathers_beside_messages_and_counts_what_was_waited_for_them(tab: Tab, tmp_path: Path) -> None:
+    plan = find_sharded_plan(TRACE, COST)
+    step = predict(TRACE, COST, plan)
+    tab.open(write_page(tmp_path, replace(planned(), plans=(("p.json", plan),))))
+    assert len(drawn_messages(tab, "[data-step^='p.json']")) == len(step.messages) + len(step.gathers)
+    title = tab.page.locator(".step:has([data-step^='p.json']) h4").inner_text()
+    assert f"messages and {len(step.gathers)} gathers" in title
+    assert f"exposed {format_seconds(step.exposed_s)} " in title
+    tab.check()
 
 
 def test_pointing_at_a_message_says_what_it_carries_and_when(tab: Tab, tmp_path: Path) -> None:

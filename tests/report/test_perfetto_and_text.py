@@ -2,14 +2,18 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mgwfbp import LinearCost, ModelTrace, Timeline, find_plan, predict
+from mgwfbp import LinearCost, MergePlan, ModelTrace, Timeline, find_plan, predict
+from mgwfbp.planners import find_sharded_plan
 from mgwfbp.report import Inputs, draw_case, draw_timeline, find_cases, timelines_of, to_perfetto
+from mgwfbp.report.cases import step_rows
 from mgwfbp.report.perfetto import MAX_RANKS, LabelledTimeline
 from tests.examples import linear_costs, traces
 from tests.report.records import TRACE, bench
@@ -91,16 +95,19 @@ def test_the_schema_notices_what_is_wrong() -> None:
         jsonschema.validate(trace, SCHEMA)
 
 
-@settings(max_examples=30)
-@given(traces(), linear_costs)
-def test_spans_add_up_to_the_step_on_every_rank(trace: ModelTrace, cost: LinearCost) -> None:
-    timeline = predict(trace, cost, find_plan(trace, cost))
+@settings(max_examples=60)
+@given(traces(), linear_costs, st.sampled_from([find_plan, find_sharded_plan]))
+def test_spans_add_up_to_the_step_on_every_rank(
+    trace: ModelTrace, cost: LinearCost, find: Callable[[ModelTrace, LinearCost], MergePlan]
+) -> None:
+    timeline = predict(trace, cost, find(trace, cost))
     exported = to_perfetto([LabelledTimeline("random", "optimal", "predicted", timeline)])
     threads = spans_by_thread(exported)
     assert len(threads) == 3 * timeline.workers
     for (_, thread), spans in threads.items():
         total_s = sum(span["dur"] for span in spans) / 1e6
-        expected_s = (timeline.iteration_s, timeline.compute_s, timeline.communication_s)[thread]
+        computation_s = timeline.compute_s - timeline.waited_s
+        expected_s = (timeline.iteration_s, computation_s, timeline.communication_s)[thread]
         assert total_s == pytest.approx(expected_s)
         assert max(span["ts"] + span["dur"] for span in spans) / 1e6 <= timeline.iteration_s * (1 + 1e-9)
     assert max(span["ts"] + span["dur"] for some in threads.values() for span in some) / 1e6 == pytest.approx(
@@ -115,6 +122,22 @@ def test_ranks_are_processes_with_names_and_messages_carry_their_gradients() -> 
     messages = [event for event in trace["traceEvents"] if event.get("cat") == "communication" and event["pid"] == 1]
     assert [tuple(event["args"]["layers"]) for event in messages] == [span.layers for span in step().messages]
     assert [event["args"]["bytes"] for event in messages] == [span.num_bytes for span in step().messages]
+
+
+def test_gathers_are_drawn_and_named_where_there_are_some() -> None:
+    plan = find_sharded_plan(TRACE, COST)
+    timeline = predict(TRACE, COST, plan)
+    trace = to_perfetto([LabelledTimeline("toy", "sharded", "predicted", timeline)], max_ranks=1)
+    names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "communication"]
+    assert [name for name in names if name.startswith("gather")] == names[: len(plan.gathers)]
+    (case,) = find_cases(
+        Inputs(traces=(("t", TRACE),), costs=(("c", COST),), plans=(("sharded.json", plan),)),
+    )
+    text = draw_case(case)
+    assert f"{len(plan.groups)} messages and {len(plan.gathers)} gathers" in text
+    assert text.endswith(", < > gathers in turn\n")
+    row = next(row for row in step_rows(case) if row.strategy.startswith("sharded.json"))
+    assert row.compute_s + row.exposed_s == pytest.approx(row.iteration_s)
 
 
 def test_of_thousands_of_ranks_that_are_alike_a_few_are_written() -> None:

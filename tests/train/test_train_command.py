@@ -97,6 +97,11 @@ def test_a_plan_of_another_model_and_a_folder_in_use_are_refused_too(
     MergePlan("other", "by hand", (("a", "b"),)).save(tmp_path / "plan.json")
     assert run(["train", "--strategy", str(tmp_path / "plan.json")]) == 1
     assert "it was made for another model" in capsys.readouterr().err
+    MergePlan("other", "by hand", (("a", "b"),), gathers=(("b", "a"),)).save(tmp_path / "plan.json")
+    assert run(["train", "--strategy", str(tmp_path / "plan.json")]) == 1
+    assert "gathers parameters in the forward pass, for a sharded optimizer, and `mgwfbp train` all-reduces" in (
+        capsys.readouterr().err
+    )
     (tmp_path / "config.json").write_text("{}")
     assert run(["train", "-o", str(tmp_path)]) == 1
     assert "holds a run already: go on with it by --resume" in capsys.readouterr().err

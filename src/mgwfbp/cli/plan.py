@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from mgwfbp.cli.engine import Engine, check_without_wire, talk_of_halves
 from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
@@ -22,7 +23,8 @@ from mgwfbp.cli.output import check_not_input, print_line, talk, write_record
 from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost, with_low_cost
 from mgwfbp.files import write_text
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import find_plan, find_wire_plan
+from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
+from mgwfbp.planners.slack import TIE
 from mgwfbp.trace import load_trace
 from mgwfbp.units import format_bytes, format_seconds
 
@@ -36,6 +38,7 @@ def plan(
     per_node: PerNode = 1,
     inside: Inside = None,
     planner: PlannerName = "optimal",
+    engine: Engine = "ddp",
     output: Output = None,
     form: Annotated[
         Literal["json", "torch"],
@@ -53,10 +56,21 @@ def plan(
         raise typer.BadParameter(f"planner {planner} sends messages as they are; give optimal", param_hint="--wire")
     if wire and form == "torch":
         raise typer.BadParameter("torch's DDP has one precision for all messages; give json", param_hint="--format")
+    is_sharded = engine == "sharded"
+    if is_sharded:
+        check_without_wire(wire)
+    if is_sharded and planner != "optimal":
+        raise typer.BadParameter(f"planner {planner} knows no gathers; give optimal", param_hint="--engine")
+    if is_sharded and form == "torch":
+        raise typer.BadParameter("torch's DDP all-reduces all messages; give json", param_hint="--format")
     model_trace, low = load_trace(trace), read_low_cost(wire, wire_cost)
     both = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
     talk_of_low_cost(wire, wire_cost)
-    found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)
+    if is_sharded:
+        found = find_sharded_plan(model_trace, both)
+        talk_of_halves(model_trace)
+    else:
+        found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)
     if form == "torch":
         _write_caps(found.bucket_cap_mb_list(model_trace), output)
     else:
@@ -68,6 +82,8 @@ def plan(
     )
     if wire:
         talk(_low_words(found, wire, model_trace.grad_bytes))
+    if is_sharded:
+        talk(_sharded_words(found, model_trace.grad_bytes))
 
 
 def _low_words(plan: MergePlan, wire: str, all_bytes: int) -> str:
@@ -75,6 +91,14 @@ def _low_words(plan: MergePlan, wire: str, all_bytes: int) -> str:
     low_bytes, bound = plan.predicted["low_bytes"], plan.predicted["low_bytes_bound"]
     least = "the least" if low_bytes == bound else f"no plan has less than {format_bytes(bound)}"
     return f"{format_bytes(low_bytes)} of {format_bytes(all_bytes)} in {wire}: {least} within 1 % of the shortest step"
+
+
+def _sharded_words(plan: MergePlan, all_bytes: int) -> str:
+    """Say how much is all-reduced, and how near the step is to the shortest of the plans that `plan_sharded` covers."""
+    step_s, bound_s = plan.predicted["iteration_s"], plan.predicted["iteration_bound_s"]
+    best = "the best" if step_s <= bound_s * TIE else f"within {step_s / bound_s - 1:.2%} of the best"
+    kept = f"{format_bytes(plan.predicted['all_reduced_bytes'])} of {format_bytes(all_bytes)} all-reduced"
+    return f"{kept}, the rest sharded: {best} of plans that shard all or have the same groups in both passes"
 
 
 def _write_caps(caps: list[float], output: str | None) -> None:

@@ -15,20 +15,24 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.planners.fixed import plan_bucket, plan_single, plan_wfbp
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.published import plan_mgwfbp
+from mgwfbp.planners.sharded import SHARDED, plan_sharded
 from mgwfbp.planners.wire import DEFAULT_TOLERANCE, plan_wire, wire_planner_name
 from mgwfbp.ranges import predict_range
-from mgwfbp.timeline import lower_bound_s, predict
+from mgwfbp.timeline import lower_bound_s, predict, sharded_lower_bound_s
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
 __all__ = [
     "PLANNERS",
+    "SHARDED",
     "Planner",
     "find_plan",
+    "find_sharded_plan",
     "find_wire_plan",
     "plan_bucket",
     "plan_mgwfbp",
     "plan_optimal",
+    "plan_sharded",
     "plan_single",
     "plan_wfbp",
     "plan_wire",
@@ -117,6 +121,25 @@ def find_wire_plan(
     promise = _promise(trace, cost, plan, lower_bound_s(trace, cheaper_cost(cost)))
     sent_bytes = trace.grad_bytes - plan.predicted["low_bytes"] // 2
     return replace(plan, predicted={**promise, **plan.predicted, "sent_bytes": sent_bytes})
+
+
+def find_sharded_plan(trace: ModelTrace, cost: Cost) -> MergePlan:
+    """Make a plan for a sharded optimizer, `plan_sharded`, and write into it what it promises.
+
+    ``plan.predicted`` holds what `find_plan` writes, where ``iteration_s`` is the period of training, ``exposed_s``
+    counts what the forward pass waits for gathers, and ``lower_bound_s`` is `sharded_lower_bound_s`; and
+    ``all_reduced_bytes`` and ``iteration_bound_s`` of `plan_sharded`.
+
+    Args:
+        trace: when each gradient is ready, and what its layer takes in the forward pass.
+        cost: what an all-reduce takes, and its halves as `sharded_cost` has them.
+
+    Raises:
+        CostError: where the cost gives no numbers that can be planned with.
+    """
+    plan = plan_sharded(trace, cost)
+    promise = _promise(trace, cost, plan, sharded_lower_bound_s(trace, cost))
+    return replace(plan, predicted={**promise, **plan.predicted})
 
 
 def _promise(trace: ModelTrace, cost: Cost, plan: MergePlan, bound_s: float) -> dict[str, Any]:

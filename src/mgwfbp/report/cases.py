@@ -201,7 +201,7 @@ def _timeline_row(name: str, how: How, timeline: Timeline) -> StepRow:
         name,
         how,
         len(timeline.messages),
-        timeline.compute_s,
+        timeline.compute_s - timeline.waited_s,
         timeline.exposed_s,
         timeline.iteration_s,
         timeline.workers,

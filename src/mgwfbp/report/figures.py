@@ -21,9 +21,9 @@ except ImportError as _missing:
 
 from mgwfbp.report.chart import Chart
 from mgwfbp.report.paper import Figure
-from mgwfbp.report.words import low_words
+from mgwfbp.report.words import low_words, message_words
 from mgwfbp.timeline import Timeline
-from mgwfbp.units import format_bytes, format_seconds, plural, printable
+from mgwfbp.units import format_bytes, format_seconds, printable
 
 __all__ = ["FigureFormat", "draw_chart", "draw_timelines", "render_figure"]
 
@@ -89,13 +89,14 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
         _draw_lane(axes, top, [(timeline.forward.start_s, timeline.forward.end_s)], (FORWARD, FORWARD))
         _draw_lane(axes, top, [(span.start_s, span.end_s) for span in timeline.backward], GRADIENTS)
         messages = [(span.start_s, span.end_s) for span in timeline.messages]
+        _draw_lane(axes, top - 1.05, [(span.start_s, span.end_s) for span in timeline.gathers], MESSAGES)
         _draw_lane(axes, top - 1.05, messages, MESSAGES)
         end_s = timeline.compute_s
         late = [(max(start_s, end_s), stop_s) for start_s, stop_s in messages if stop_s > end_s]
         _draw_lane(axes, top - 1.05, late, EXPOSED)
         _hatch(axes, top - 1.05, [(span.start_s, span.end_s) for span in timeline.messages if span.wire])
         words = (
-            f"{label}: {plural(len(timeline.messages), 'message')}, step {format_seconds(timeline.iteration_s)}, "
+            f"{label}: {message_words(timeline)}, step {format_seconds(timeline.iteration_s)}, "
             f"exposed {format_seconds(timeline.exposed_s)}{low_words(timeline)}"
         )
         axes.text(0, top + 1.05, _plain(words), fontsize=8, va="bottom")

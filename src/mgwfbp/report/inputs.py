@@ -155,6 +155,7 @@ _READERS: Mapping[str, tuple[str, Callable[[object], Any]]] = MappingProxyType(
         Network.FORMAT: ("networks", Network.from_json),
         MergePlan.FORMAT: ("plans", MergePlan.from_json),
         MergePlan.WIRE_FORMAT: ("plans", MergePlan.from_json),
+        MergePlan.GATHER_FORMAT: ("plans", MergePlan.from_json),
         Timeline.FORMAT: ("timelines", Timeline.from_json),
         BenchResult.FORMAT: ("benches", BenchResult.from_json),
         RunResults.FORMAT: ("runs", RunResults.from_json),

@@ -239,7 +239,14 @@ def step_json(name: str, how: How, timeline: Timeline, names: Names, backwards: 
         "messages": messages,
         "compute_s": _short(timeline.compute_s),
         "iteration_s": _short(timeline.iteration_s),
+        **_gathers_json(timeline, names),
     }
+
+
+def _gathers_json(timeline: Timeline, names: Names) -> dict[str, Any]:
+    if not timeline.gathers:
+        return {}
+    return {"gathers": _spans_json(timeline.gathers, names), "waited_s": _short(timeline.waited_s)}
 
 
 def _spans_json(spans: Sequence[Span], names: Names) -> dict[str, Any]:

@@ -49,8 +49,9 @@ def timelines_of(cases: Iterable[Case]) -> list[LabelledTimeline]:
 def to_perfetto(timelines: Sequence[LabelledTimeline], *, max_ranks: int = MAX_RANKS) -> dict[str, Any]:
     """Return the timelines as a trace.
 
-    Thread ``step`` has two spans, computation and exposed communication, which add up to the step. A predicted step is
-    that of every rank; a measured one is the one that was observed, and no more is made of it.
+    Thread ``step`` has two spans, computation and exposed communication, which add up to the step; where parameters are
+    gathered, what the forward pass waited for them comes first. A predicted step is that of every rank; a measured one
+    is the one that was observed, and no more is made of it.
 
     Args:
         timelines: what is shown, one process each.
@@ -71,6 +72,9 @@ def to_perfetto(timelines: Sequence[LabelledTimeline], *, max_ranks: int = MAX_R
             events.append(_event(process, _COMPUTATION, "forward", "computation", timeline.forward))
             for span in timeline.backward:
                 events.append(_event(process, _COMPUTATION, _name(span), "computation", span))
+            for place, span in enumerate(timeline.gathers):
+                name = f"gather {place}: {_name(span)}"
+                events.append(_event(process, _COMMUNICATION, name, "communication", span))
             for place, span in enumerate(timeline.messages):
                 name = f"message {place}{f' in {span.wire}' if span.wire else ''}: {_name(span)}"
                 events.append(_event(process, _COMMUNICATION, name, "communication", span))
@@ -91,7 +95,10 @@ def _names(process: int, name: str) -> list[dict[str, Any]]:
 
 
 def _step(process: int, timeline: Timeline) -> list[dict[str, Any]]:
-    parts = [("computation", 0.0, timeline.compute_s), ("exposed", timeline.compute_s, timeline.iteration_s)]
+    waited_s, end_s = timeline.waited_s, timeline.compute_s
+    parts = [("computation", waited_s, end_s), ("exposed", end_s, timeline.iteration_s)]
+    if waited_s:
+        parts.insert(0, ("exposed", 0.0, waited_s))
     return [
         {
             "ph": "X",

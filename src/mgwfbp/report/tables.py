@@ -113,7 +113,7 @@ def model_rows(
                     count,
                     len(step.messages),
                     step.iteration_s,
-                    step.compute_s,
+                    step.compute_s - step.waited_s,
                     step.exposed_s,
                     step.speedup,
                     step.efficiency,

@@ -4,15 +4,16 @@ from collections.abc import Iterable, Sequence
 
 from mgwfbp.report.cases import Case
 from mgwfbp.report.perfetto import timelines_of
-from mgwfbp.report.words import low_words, summarize
+from mgwfbp.report.words import low_words, message_words, summarize
 from mgwfbp.timeline import Span, Timeline
-from mgwfbp.units import format_seconds, plural, printable
+from mgwfbp.units import format_seconds, printable
 
 __all__ = ["draw_case", "draw_timeline"]
 
 _GUTTER = 10
 _LEGEND = "f forward, b B gradients in turn, = # messages in turn, ! exposed"
 _LOW_LEGEND = "- ~ messages in low precision in turn"
+_GATHER_LEGEND = "< > gathers in turn"
 
 
 def draw_case(case: Case, *, width: int = 100) -> str:
@@ -21,7 +22,9 @@ def draw_case(case: Case, *, width: int = 100) -> str:
     whole_s = max((timeline.iteration_s for _, timeline in pairs), default=0.0)
     parts = [printable(" ".join(summarize(case)))]
     parts += [draw_timeline(timeline, label=label, width=width, whole_s=whole_s) for label, timeline in pairs]
-    legend = f"{_LEGEND}, {_LOW_LEGEND}" if any(timeline.low_bytes for _, timeline in pairs) else _LEGEND
+    legend = _LEGEND
+    legend += f", {_LOW_LEGEND}" * any(timeline.low_bytes for _, timeline in pairs)
+    legend += f", {_GATHER_LEGEND}" * any(timeline.gathers for _, timeline in pairs)
     return "\n\n".join([*parts, legend] if pairs else parts) + "\n"
 
 
@@ -44,14 +47,16 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     whole_s = whole_s or timeline.iteration_s
     columns = max(10, width - _GUTTER)
     title = (
-        f"{printable(label or timeline.planner)}: {plural(len(timeline.messages), 'message')}, step "
+        f"{printable(label or timeline.planner)}: {message_words(timeline)}, step "
         f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}{low_words(timeline)}"
     )
     forward = [(timeline.forward, "f")]
     backward = [(span, "bB"[place % 2]) for place, span in enumerate(timeline.backward)]
     messages = [(span, ("-~" if span.wire else "=#")[place % 2]) for place, span in enumerate(timeline.messages)]
-    exposed = [(Span((), 0, timeline.compute_s, timeline.compute_s, timeline.iteration_s), "!")]
-    lanes = [("compute", [*forward, *backward]), ("messages", messages)]
+    gathers = [(span, "<>"[place % 2]) for place, span in enumerate(timeline.gathers)]
+    lost_s = [(0.0, timeline.waited_s), (timeline.compute_s, timeline.iteration_s)]
+    exposed = [(Span((), 0, start_s, start_s, end_s), "!") for start_s, end_s in lost_s]
+    lanes = [("compute", [*forward, *backward]), ("messages", [*gathers, *messages])]
     if timeline.exposed_s:
         lanes.append(("exposed", exposed))
     lines = [f"{name:<{_GUTTER}}|{_lane(spans, columns - 2, whole_s)}|" for name, spans in lanes]

@@ -22,6 +22,7 @@ __all__ = [
     "find_current",
     "find_remedies",
     "low_words",
+    "message_words",
     "summarize",
     "summarize_runs",
     "summarize_scaling",
@@ -235,6 +236,12 @@ def _times(gain: float) -> str:
     ('1.23 times', '12.3 times')
     """
     return f"{gain:.3g} times"
+
+
+def message_words(timeline: Timeline) -> str:
+    """Say how many messages a step sends, and how many gathers where there are some."""
+    gathers = f" and {plural(len(timeline.gathers), 'gather')}" if timeline.gathers else ""
+    return f"{plural(len(timeline.messages), 'message')}{gathers}"
 
 
 def low_words(timeline: Timeline) -> str:

@@ -122,6 +122,7 @@ def send_messages(
 ) -> "Simulation":
     """Simulate the communication beside a computation that is already drawn; ``startup=False``: T(0) takes nothing."""
     trace, scenario = computation.trace, computation.scenario
+    plan.check_all_reduced("the simulator")
     plan.check_covers([layer.name for layer in trace.layers])
     lag_s = np.array([0.0, *lags_s(trace, cost, plan)])[:, np.newaxis] * overlap
     ready_s = computation.ready_s + lag_s

@@ -90,6 +90,7 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
         )
     if is_plan(config.strategy):
         plan = MergePlan.load(config.strategy)
+        plan.check_all_reduced("`mgwfbp train`")
         plan.check_covers(names, what="the model")
         check_wire(plan.wire, config.wire)
     elif base not in STRATEGIES or (suffix is not None and base in ("naive", "ps")):

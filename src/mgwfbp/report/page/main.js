@@ -20,10 +20,11 @@ function decodeStep(data) {
 }
 
 function stepTitle(step) {
-  const exposed = step.iteration_s - step.compute_s;
+  const exposed = step.iteration_s - step.compute_s + (step.waited_s ?? 0);
+  const gathers = step.gathers ? ` and ${plural(step.gathers.start.length, "gather")}` : "";
   const share = step.iteration_s ? exposed / step.iteration_s : 0;
   return (
-    `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}, ` +
+    `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}${gathers}, step ${formatSeconds(step.iteration_s)}, ` +
     `exposed ${formatSeconds(exposed)} (${formatDigits(share * 100, 3)} %)${lowWords(step)}`
   );
 }

@@ -1,6 +1,7 @@
 // Steps laid out in time: computation above, messages below, what nothing hides marked.
 //
-// A step is {forward: [start, end], backward, messages, compute_s, iteration_s}; backward and messages are columns
+// A step is {forward: [start, end], backward, messages, compute_s, iteration_s}, and where parameters are gathered in the
+// forward pass {gathers, waited_s}; backward, messages and gathers are columns
 // {start, end, bytes, ready?} and `layers(place)` gives the names of one entry. Messages may have a column `wire`: the low
 // precision that each travels in, "" for that of its gradients.
 
@@ -77,6 +78,8 @@ function drawStep(host, step, view, width, onZoom) {
     ["forward", forward, laneY.compute, () => true],
     ["gradient", step.backward, laneY.compute, even],
     ["gradient other", step.backward, laneY.compute, odd],
+    ...(step.gathers ? [["message", step.gathers, laneY.messages, even]] : []),
+    ...(step.gathers ? [["message other", step.gathers, laneY.messages, odd]] : []),
     ["message", step.messages, laneY.messages, even],
     ["message other", step.messages, laneY.messages, odd],
   ];

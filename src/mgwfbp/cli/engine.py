@@ -1,0 +1,51 @@
+"""Options of commands that plan for torch's way to train, or for a sharded optimizer."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from mgwfbp.cli.output import talk
+from mgwfbp.trace import ModelTrace
+from mgwfbp.units import quote
+
+__all__ = ["Engine", "Engines", "check_without_wire", "read_engines", "talk_of_halves"]
+
+ENGINES = ("ddp", "sharded")
+Engine = Annotated[
+    Literal["ddp", "sharded"],
+    typer.Option(
+        "--engine",
+        help="Who runs the plan: ddp all-reduces gradients; sharded may reduce-scatter them and gather parameters "
+        "during the next forward pass.",
+    ),
+]
+Engines = Annotated[
+    str,
+    typer.Option("--engine", metavar="NAMES", help="ddp, or ddp,sharded: the plan for a sharded optimizer, too."),
+]
+
+
+def read_engines(text: str, wire: str | None) -> bool:
+    """Return whether the plan for a sharded optimizer was asked for, or refuse what cannot be."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ENGINES:
+            raise typer.BadParameter(f"{quote(name)}, expected ddp or ddp,sharded", param_hint="--engine")
+    if "ddp" not in names:
+        raise typer.BadParameter("steps are compared with those of ddp; give ddp,sharded", param_hint="--engine")
+    if "sharded" in names:
+        check_without_wire(wire)
+    return "sharded" in names
+
+
+def check_without_wire(wire: str | None) -> None:
+    """Refuse low precision, which no plan for a sharded optimizer has."""
+    if wire is not None:
+        raise typer.BadParameter("a sharded plan sends messages as they are; leave out --wire", param_hint="--engine")
+
+
+def talk_of_halves(trace: ModelTrace) -> None:
+    """Say what is assumed of the halves of an all-reduce, and of the forward pass where the trace does not know it."""
+    talk("a reduce-scatter and an all-gather are taken to cost half an all-reduce each, as in a ring")
+    if trace.layers[0].forward_s is None:
+        talk("the trace has no forward pass by layer: layers are taken to share it as they share the backward pass")
