@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,40 @@ def tuned() -> dict[str, Any]:
         "difference": difference(got, expected),
         "tuning": (model.tuning.state, model.tuning.reason),
         "tried": len(tried),
+        "gathers": (len(optimizer.gathers), optimizer._planned_with is not None),
+        "same": sorted(name for group in optimizer.gathers for name in group)
+        == sorted(name for name, _ in model.module.named_parameters()),
         "state": sum(states) / sum(one.numel() for one in model.parameters()),
+    }
+
+
+def planned() -> dict[str, Any]:
+    """Messages and gathers of a plan, in groups that have nothing to do with one another."""
+
+    def gathers_of(module: nn.Module, seed: int) -> tuple[tuple[str, ...], ...]:
+        return make_plan(module, seed).groups
+
+    torch.manual_seed(3)
+    module = Mlp()
+    plan = replace(make_plan(module, 4), gathers=gathers_of(module, 8))
+    model = DistributedDataParallel(module)
+    optimizer = ShardedOptimizer(model, optim.AdamW, plan=plan, lr=0.01)
+    expected, _, _ = train(Way(optim.AdamW, {"lr": 0.01}), sharded=False, steps=5)
+    data = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6, generator=data)).square().mean().backward()
+        optimizer.step()
+    other = replace(plan, gathers=gathers_of(module, 8 + dist.get_rank()))
+    some = replace(plan, gathers=tuple(group for group in plan.groups[1:]))
+    return {
+        "difference": difference([one.detach() for one in module.parameters()], expected),
+        "gathers": optimizer.gathers == plan.gathers,
+        "groups": model.plan is not None and model.plan.groups == plan.groups,
+        "tuning": model.tuning.reason,
+        "differ": told(lambda: ShardedOptimizer(DistributedDataParallel(Mlp()), optim.SGD, plan=other, lr=0.1)),
+        "some": told(lambda: ShardedOptimizer(DistributedDataParallel(Mlp()), optim.SGD, plan=some, lr=0.1)),
+        "alone": told(lambda: DistributedDataParallel(Mlp(), plan=plan)),
     }
 
 
@@ -438,7 +471,8 @@ def resumed() -> dict[str, Any]:
 
 
 SCENARIOS = {
-    one.__name__: one for one in (optimizers, published, modes, tuned, readers, delays, states, refused, loud, resumed)
+    one.__name__: one
+    for one in (optimizers, published, modes, tuned, planned, readers, delays, states, refused, loud, resumed)
 }
 
 if __name__ == "__main__":

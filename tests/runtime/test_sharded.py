@@ -19,7 +19,7 @@ RANKS = "tests.runtime.shard_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    scenarios = ["optimizers", "modes", "tuned", "readers", "delays", "states", "refused", "loud"]
+    scenarios = ["optimizers", "modes", "tuned", "planned", "readers", "delays", "states", "refused", "loud"]
     return run_ranks(RANKS, scenarios, folder_of_two(tmp_path_factory), 2)
 
 
@@ -81,7 +81,18 @@ def test_the_tuner_changes_buckets_and_no_state_moves(two: list[Any]) -> None:
         assert found["tuning"][0] == "settled", found["tuning"]
         assert found["tried"] > 1
         assert found["difference"] == 0.0
+        assert found["gathers"][1]
+        assert found["same"]
         assert found["state"] == pytest.approx(2 / 2, rel=0.05)  # two averages, half of each
+
+
+def test_a_plan_says_how_gradients_and_parameters_travel_each_in_groups_of_their_own(two: list[Any]) -> None:
+    for found in (told["planned"] for told in two):
+        assert found["difference"] == 0.0
+        assert (found["gathers"], found["groups"], found["tuning"]) == (True, True, "a plan was set by hand")
+        assert "parameters are gathered in other groups on rank 0 than on rank 1" in found["differ"]
+        assert "1 message of the plan would be all-reduced" in found["some"]
+        assert "without a ShardedOptimizer that has it as plan=" in found["alone"]
 
 
 def test_the_state_is_the_plain_optimizers_and_either_goes_on_with_the_others(two: list[Any]) -> None:

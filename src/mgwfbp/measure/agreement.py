@@ -202,6 +202,12 @@ def agree_on_plan(
             f"the ranks have different plans: message {index} {mine} on rank 0 and {theirs} on rank {other}; "
             "give every rank the same plan"
         )
+    other = _first_difference(json.dumps([] if plan is None else plan.gathers), group)
+    if other is not None:
+        raise PlanError(
+            f"the ranks have different plans: parameters are gathered in other groups on rank 0 than on rank {other}; "
+            "give every rank the same plan"
+        )
     asked = json.dumps({"tune": tunes, "wire": wire})
     other = _first_difference(asked, group)
     if other is not None:

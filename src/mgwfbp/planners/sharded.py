@@ -42,7 +42,7 @@ from mgwfbp.planners.slack import TIE, Floats, vectorized
 from mgwfbp.timeline import predict, sharded_lower_bound_s
 from mgwfbp.trace import LayerTrace, ModelTrace
 
-__all__ = ["SHARDED", "plan_sharded"]
+__all__ = ["SHARDED", "plan_gathers", "plan_sharded"]
 
 # What tables call the planner.
 SHARDED = "sharded"
@@ -99,11 +99,22 @@ def plan_sharded(trace: ModelTrace, cost: Cost) -> MergePlan:
 def _plan_apart(trace: ModelTrace, cost: Cost) -> MergePlan:
     """Return the best plan that shards all, [Note: the mirror]."""
     reduce_scatter, all_gather = sharded_cost(cost)
+    return replace(plan_optimal(trace, reduce_scatter), planner=SHARDED, gathers=plan_gathers(trace, all_gather))
+
+
+def plan_gathers(trace: ModelTrace, all_gather: Cost) -> tuple[tuple[str, ...], ...]:
+    """Find the groups of parameters with which the forward pass ends the earliest, [Note: the mirror].
+
+    Args:
+        trace: what each layer takes in the forward pass, and the ready order, whose opposite it has.
+        all_gather: what an all-gather of so many bytes of parameters takes.
+
+    Returns:
+        Names, in the order in which they are gathered.
+    """
     times_s = zip(trace.layers, trace.layer_forward_s, strict=True)
     mirrored = tuple(LayerTrace(layer.name, forward_s, layer.grad_bytes) for layer, forward_s in times_s)
-    messages = plan_optimal(trace, reduce_scatter)
-    gathers = plan_optimal(ModelTrace(trace.model, 0.0, mirrored), all_gather)
-    return replace(messages, planner=SHARDED, gathers=_in_forward_order(gathers.groups))
+    return _in_forward_order(plan_optimal(ModelTrace(trace.model, 0.0, mirrored), all_gather).groups)
 
 
 def _in_forward_order(groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -30,7 +30,6 @@ from mgwfbp.runtime.learn import Gradients, Note
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.runtime.observe import Observer, weakly
 from mgwfbp.runtime.reducer import (
-    Buckets,
     Parameters,
     ReducerHandle,
     cannot_hold,
@@ -378,12 +377,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._tuning = _TO_BEGIN
             self._start_tuner()
 
-    def _gather_order(self) -> Buckets:
-        """Return the groups in which parameters are gathered: the buckets, in the order of the forward pass."""
-        handle = self._handle
-        assert handle is not None  # noqa: S101 - it shards
-        return [bucket[::-1] for bucket in handle.buckets()[::-1]]
-
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, observer, drift = self._handle, self._observer, self._drift
         if self._shards is not None and self._shards.pending and self._is_traced:
@@ -571,6 +564,7 @@ def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergeP
     loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
     if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
         loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
+    loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
     check_wire(loaded.wire, wire)
     check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
     return loaded
