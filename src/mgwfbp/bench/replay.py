@@ -1,6 +1,8 @@
 """A stand-in for a model: layers that only wait, as long as a trace says, and gradients of the recorded sizes."""
 
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,27 +37,31 @@ class Replay(nn.Module):
     model. The processor is free while a layer waits, as it is while a GPU computes.
 
     A layer waits until a moment counted from the start of its pass, not for a time of its own: sleeping too long, or
-    the Reducer's work between two layers, shortens the next wait and does not add up.
+    the Reducer's work between two layers, shortens the next wait and does not add up. In the forward pass a layer asks
+    its module for its parameter, and starts when it has it and the layer before has ended, as on a GPU whose host runs
+    ahead.
     """
 
     def __init__(self, trace: ModelTrace) -> None:
         super().__init__()
-        self.forward_s = trace.forward_s
+        self._forward_s = trace.layer_forward_s
         self._due_s = [ready_s - trace.forward_s for ready_s in trace.ready_s]  # from the start of the backward pass
         self._started_s = 0.0
         self._in_ready_order = [nn.Parameter(torch.zeros(_num_elements(layer))) for layer in trace.layers]
         # All gradients are views of one buffer: nothing is computed, so nothing need be held.
         self._gradients = torch.ones(max(parameter.numel() for parameter in self._in_ready_order))
-        for layer, parameter in zip(reversed(trace.layers), reversed(self._in_ready_order), strict=True):
-            _put(self, layer.name, parameter)
+        pairs = zip(reversed(trace.layers), reversed(self._in_ready_order), strict=True)
+        self._homes = [_put(self, layer.name, parameter) for layer, parameter in pairs][::-1]
 
     def forward(self, start: Tensor) -> Tensor:
         """Wait for as long as the forward pass takes; the result leads autograd back through all layers."""
-        begun_s = time.perf_counter()
+        ends_s = time.perf_counter()
         result = start
         for index in reversed(range(len(self._in_ready_order))):
-            result = _Layer.apply(result, self._in_ready_order[index], self, index)
-        _sleep_until(begun_s + self.forward_s)
+            module, name = self._homes[index]
+            result = _Layer.apply(result, getattr(module(), name), self, index)
+            ends_s = max(ends_s, time.perf_counter()) + self._forward_s[index]
+        _sleep_until(ends_s)
         return result
 
     def gradient(self, index: int) -> Tensor:
@@ -86,8 +92,8 @@ def _sleep_until(moment_s: float) -> None:
         time.sleep(remaining_s)
 
 
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a dotted name, with the modules in between."""
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[Callable[[], Any], str]:
+    """Register a parameter under a dotted name, with the modules in between; return its module and its name there."""
     *path, last = name.split(".")
     try:
         for part in path:
@@ -97,3 +103,4 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         module.register_parameter(last, parameter)
     except (KeyError, AttributeError) as error:
         raise TraceError(f"layer {quote(name)} is no name a parameter can have beside the others: {error}") from error
+    return weakref.ref(module), last  # weakly: a module that held itself would not end with its last name

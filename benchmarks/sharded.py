@@ -1,0 +1,157 @@
+"""Whole training steps: torch's DDP, our tuned all-reduces, and a sharded optimizer, in interleaved turns.
+
+    mgwfbp lab --hosts 2 --rate 600mbit -- python benchmarks/sharded.py --replay mobilenet_v2-h200-b64
+    mgwfbp lab --hosts 4 --rate 10gbit -- python benchmarks/sharded.py --device cuda --model resnet50 --batch-size 64
+
+Every way has a model of its own and takes whole steps with SGD and momentum: forward and backward pass, and the update.
+Tuners work until they have settled. With ``--fsdp`` also torch's FSDP2, wrapped by block. *Predicted* is what the trace
+and the costs that the tuners have learnt give (the update is not in it), and so is the bound. Prints Markdown.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import DistributedDataParallel, ShardedOptimizer, load_trace, predict
+from mgwfbp.bench.replay import Replay, replayable
+from mgwfbp.bench.turns import Schedule, take_turns
+from mgwfbp.cli.workers import process_group
+from mgwfbp.cost import ShardedCost
+from mgwfbp.measure.workload import Workload, build_workload, default_loss, run_to_loss
+from mgwfbp.plan import MergePlan
+from mgwfbp.timeline import sharded_lower_bound_s
+
+SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+MOST_STEPS = 1000  # in which a tuner settles
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--replay")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tune-steps", type=int, default=300)
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    with process_group(options.device, None, timeout_s=300):
+        device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+        found = compare(options, device)
+        if dist.get_rank() == 0:
+            show(found)
+            if options.output is not None:
+                options.output.write_text(json.dumps(found, indent=1))
+
+
+def workload(options: argparse.Namespace, device: torch.device) -> Workload:
+    torch.manual_seed(0)
+    if options.replay:
+        trace = replayable(load_trace(options.replay))
+        return Workload(trace.model, Replay(trace), torch.zeros(1), 1, default_loss)
+    return build_workload(options.model, batch_size=options.batch_size, device=device)
+
+
+def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    steps: dict[str, Callable[[], None]] = {}
+    tuned: dict[str, Any] = {}
+
+    def stepper(work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            optimizer.zero_grad()
+            run_to_loss(model, work.batch, work.loss_fn).backward()
+            optimizer.step()
+
+        return step
+
+    work = workload(options, device)
+    steps["no communication"] = stepper(work, work.model, torch.optim.SGD(work.model.parameters(), **SGD))
+    work = workload(options, device)
+    steps["ddp"] = stepper(work, StockDdp(work.model), torch.optim.SGD(work.model.parameters(), **SGD))
+    for name in ("auto", "sharded"):
+        work = workload(options, device)
+        model = DistributedDataParallel(work.model, tune_steps=options.tune_steps)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(work.model.parameters(), **SGD)
+            if name == "auto"
+            else ShardedOptimizer(model, torch.optim.SGD, **SGD)
+        )
+        steps[name] = stepper(work, model, optimizer)
+        for _ in range(MOST_STEPS):
+            if model.tuning.state != "working":
+                break
+            steps[name]()
+        tuned[name] = (model, optimizer)
+        tell(f"{name}: {model.tuning}")
+    if options.fsdp:
+        from torch.distributed.fsdp import fully_shard
+
+        work = workload(options, device)
+        for part in work.model.modules():
+            if isinstance(part, nn.ModuleList):
+                for block in part:
+                    fully_shard(block)
+        fully_shard(work.model)
+        steps["fsdp2"] = stepper(work, work.model, torch.optim.SGD(work.model.parameters(), **SGD))
+    for step in steps.values():
+        for _ in range(2):
+            step()
+    ways = {name: (lambda step=step: step) for name, step in steps.items()}
+    turns_s = take_turns(ways, Schedule(options.turns, options.steps, settle=1), device)
+    return {
+        "command": " ".join(sys.argv),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "turns_s": turns_s,
+        "predicted_s": predictions(tuned),
+        "messages": {name: model.plan.num_groups for name, (model, _) in tuned.items()},
+        "gathers": len(tuned["sharded"][1].gathers),
+        "tuning": {name: str(model.tuning) for name, (model, _) in tuned.items()},
+    }
+
+
+def predictions(tuned: dict[str, Any]) -> dict[str, float]:
+    """What the model says of a step, and what it says no order of messages can undercut."""
+    (plain, _), (model, optimizer) = tuned["auto"], tuned["sharded"]
+    if plain.tuning.cost is None or model.tuning.cost is None:
+        return {}
+    cost = ShardedCost(plain.tuning.cost, model.tuning.cost, model.tuning.cost)
+    trace = plain.tuning.trace
+    plan = MergePlan(trace.model, "sharded", model.plan.groups, gathers=optimizer.gathers)
+    return {
+        "auto": predict(trace, plain.tuning.cost, plain.plan).iteration_s,
+        "sharded": predict(trace, cost, plan).iteration_s,
+        "bound": sharded_lower_bound_s(trace, cost),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    print("| | step, ms | quartiles | predicted, ms | times as fast as `auto` |\n|---|--:|--:|--:|--:|")
+    base = median(found["turns_s"]["auto"])
+    for name, turns_s in found["turns_s"].items():
+        low, middle, high = quantiles(turns_s, n=4)[0], median(turns_s), quantiles(turns_s, n=4)[2]
+        predicted = found["predicted_s"].get(name)
+        shown = "" if predicted is None else f"{1e3 * predicted:.1f}"
+        print(f"| {name} | {1e3 * middle:.1f} | {1e3 * low:.1f} to {1e3 * high:.1f} | {shown} | {base / middle:.3f} |")
+    if "bound" in found["predicted_s"]:
+        print(f"| bound | | | {1e3 * found['predicted_s']['bound']:.1f} | |")
+
+
+def tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
