@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
-from mgwfbp import DistributedDataParallel, MergePlan
+import mgwfbp.runtime.rows
+from mgwfbp import DistributedDataParallel, MergePlan, ShardedOptimizer
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
 from tests.runtime.wire_ranks import by_hand
@@ -88,6 +89,30 @@ def low_precision(wire: str) -> dict[str, Any]:
     return {"low": len(low), "wrong": wrong}
 
 
+def sharded(*, late: bool) -> float:
+    """Return how far training with a sharded optimizer ends from torch's class, with gathers that come late."""
+    rows: Any = mgwfbp.runtime.rows
+    stock = rows.all_gather
+
+    def all_gather(*arguments: Any) -> None:
+        torch.cuda._sleep(50_000_000)
+        stock(*arguments)
+
+    expected = train(StockDdp(build()), STEPS)[1::2]
+    module = build()
+    model = DistributedDataParallel(module, plan=make_plan(module, 2))
+    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
+    rows.all_gather = all_gather if late else stock
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean().backward()
+        optimizer.step()
+    got = [one.detach() for one in module.parameters()]
+    rows.all_gather = stock
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True))
+
+
 def main() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0), timeout=timedelta(seconds=60))
@@ -97,6 +122,7 @@ def main() -> None:
     plan = make_plan(build(), 2)
     found["compiled"] = distance(partial(compiled, plan=plan))
     found["low precision"] = {wire: low_precision(wire) for wire in ("bfloat16", "float16")}
+    found["sharded"] = {name: sharded(late=name == "late") for name in ("in time", "late")}
     found["observed"] = {name: observed(name) for name in ("naive", "ps", "wfbp")}
     found["bytes"] = sum(parameter.nbytes for parameter in build().parameters())
     Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

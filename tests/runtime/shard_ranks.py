@@ -16,8 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torch.distributed.tensor
 
 import mgwfbp.runtime.rows
 from mgwfbp import DistributedDataParallel, MgwfbpError, ShardedOptimizer
@@ -387,6 +390,56 @@ def states() -> dict[str, Any]:
     }
 
 
+def checkpointed() -> dict[str, Any]:
+    """Save rows, and go on from them; nothing where torch has no public DTensor."""
+    if not hasattr(torch.distributed.tensor, "DTensor"):
+        return {}
+    found = {}
+    for name in ("momentum", "AdamW", "Rprop"):
+        way = OPTIMIZERS[name]
+        _, _, (model, optimizer) = train(way, sharded=True, steps=6)
+        folder = Path(sys.argv[1]) / f"checkpoint {name}"
+        saved = {"optimizer": optimizer.sharded_state_dict(), "model": model.module.state_dict()}
+        state_dict_saver.save(saved, checkpoint_id=str(folder))
+        rows = sum(
+            value.to_local().numel()
+            for state in saved["optimizer"]["state"].values()
+            for value in state.values()
+            if hasattr(value, "to_local")
+        )
+        found[name] = {**load_checkpoint(name, folder), "rows": rows}
+        expected = optimizer.state_dict()["state"]
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{folder}.pt")
+        found[name]["wrong"] = differing(expected, found[name].pop("state"))
+    return found
+
+
+def differing(expected: dict[int, Any], found: dict[int, Any]) -> list[tuple[int, str]]:
+    """Which entries of a state are not those of another."""
+    return [
+        (number, key)
+        for number, state in expected.items()
+        for key, value in state.items()
+        if not torch.equal(torch.as_tensor(value), torch.as_tensor(found[number][key]))
+    ]
+
+
+def load_checkpoint(name: str, folder: Path) -> dict[str, Any]:
+    """Make a new model and optimizer go on from what was saved."""
+    way = OPTIMIZERS[name]
+    torch.manual_seed(99)
+    module = way.model()
+    model = DistributedDataParallel(module, plan=make_plan(module, 6))
+    optimizer = ShardedOptimizer(model, way.optimizer, **way.options)
+    before = sums(module.parameters())
+    target = {"optimizer": optimizer.sharded_state_dict(), "model": module.state_dict()}
+    unchanged = before == sums(module.parameters())
+    state_dict_loader.load(target, checkpoint_id=str(folder))
+    optimizer.load_sharded_state_dict(target["optimizer"])
+    return {"unchanged": unchanged, "state": optimizer.state_dict()["state"]}
+
+
 def told(action: Callable[[], Any]) -> str:
     try:
         action()
@@ -460,19 +513,30 @@ def resumed() -> dict[str, Any]:
     model.load_state_dict(saved["model"])
     optimizer = ShardedOptimizer(model, optim.AdamW, params_of(module, way), lr=1.0)
     optimizer.load_state_dict(saved["optimizer"])
-    again = optimizer.state_dict()
-    wrong = [
-        (number, key)
-        for number, state in saved["optimizer"]["state"].items()
-        for key, value in state.items()
-        if not torch.equal(value, again["state"][number][key])
-    ]
-    return {"wrong": wrong, "entries": len(again["state"])}
+    again = optimizer.state_dict()["state"]
+    found = {"wrong": differing(saved["optimizer"]["state"], again), "entries": len(again), "rows": []}
+    if (folder / "checkpoint AdamW").exists():
+        rows = load_checkpoint("AdamW", folder / "checkpoint AdamW")["state"]
+        found["rows"] = differing(torch.load(folder / "checkpoint AdamW.pt", weights_only=True), rows)
+    return found
 
 
 SCENARIOS = {
     one.__name__: one
-    for one in (optimizers, published, modes, tuned, planned, readers, delays, states, refused, loud, resumed)
+    for one in (
+        optimizers,
+        published,
+        modes,
+        tuned,
+        planned,
+        checkpointed,
+        readers,
+        delays,
+        states,
+        refused,
+        loud,
+        resumed,
+    )
 }
 
 if __name__ == "__main__":

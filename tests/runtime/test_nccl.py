@@ -42,6 +42,11 @@ def test_messages_in_low_precision_are_what_is_worked_out_by_hand(ranks: list[An
         assert found["low precision"][wire]["wrong"] == 0
 
 
+def test_a_sharded_optimizer_ends_where_torchs_class_ends_also_where_gathers_are_late(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert found["sharded"] == {"in time": 0.0, "late": 0.0}
+
+
 @pytest.mark.parametrize(("strategy", "messages"), [("naive", 6), ("ps", 6), ("wfbp", 6)])
 def test_messages_are_not_seen_to_be_faster_than_the_link(ranks: list[Any], strategy: str, messages: int) -> None:
     for found in ranks:

@@ -1,6 +1,7 @@
 """The sharded optimizer on real processes, beside torch's DDP with the plain one."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,18 @@ RANKS = "tests.runtime.shard_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    scenarios = ["optimizers", "modes", "tuned", "planned", "readers", "delays", "states", "refused", "loud"]
+    scenarios = [
+        "optimizers",
+        "modes",
+        "tuned",
+        "planned",
+        "checkpointed",
+        "readers",
+        "delays",
+        "states",
+        "refused",
+        "loud",
+    ]
     return run_ranks(RANKS, scenarios, folder_of_two(tmp_path_factory), 2)
 
 
@@ -34,7 +46,10 @@ def four(two: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 4 ranks saw, which also take the state that the 2 wrote."""
     assert two
     folder = tmp_path_factory.mktemp("four")
-    (folder / "state.pt").write_bytes((folder_of_two(tmp_path_factory) / "state.pt").read_bytes())
+    for one in folder_of_two(tmp_path_factory).iterdir():
+        if one.name.startswith("checkpoint"):
+            (shutil.copytree if one.is_dir() else shutil.copy)(one, folder / one.name)
+    shutil.copy(folder_of_two(tmp_path_factory) / "state.pt", folder)
     return run_ranks(RANKS, ["published", "modes", "resumed"], folder, 4)
 
 
@@ -100,9 +115,20 @@ def test_the_state_is_the_plain_optimizers_and_either_goes_on_with_the_others(tw
         assert found == {"groups": True, "wrong": [], "plain with ours": 0.0, "ours with plain": 0.0}
 
 
+def test_checkpoints_hold_each_ranks_rows_and_a_new_optimizer_goes_on_from_them(two: list[Any]) -> None:
+    if not two[0]["checkpointed"]:
+        pytest.skip("this torch has no public DTensor, which checkpoints of rows need")
+    for found in (told["checkpointed"] for told in two):
+        for name, told in found.items():
+            assert (told["wrong"], told["unchanged"]) == ([], True), name
+    numbers = {name: [told["checkpointed"][name]["rows"] for told in two] for name in ("momentum", "AdamW")}
+    assert sum(numbers["AdamW"]) == 2 * sum(numbers["momentum"])  # each number of each parameter once on some rank
+    assert max(numbers["AdamW"]) < 0.6 * sum(numbers["AdamW"])
+
+
 def test_another_number_of_ranks_goes_on_with_a_state(four: list[Any]) -> None:
     for found in (told["resumed"] for told in four):
-        assert found["wrong"] == []
+        assert (found["wrong"], found["rows"]) == ([], [])
         assert found["entries"] == 4
 
 

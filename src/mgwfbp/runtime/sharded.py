@@ -303,6 +303,58 @@ class ShardedOptimizer(optim.Optimizer):
         self._inner.load_state_dict({**state_dict, "state": state})
         self._pull()
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the state for `torch.distributed.checkpoint`, which saves each rank's rows and gathers nothing.
+
+        State is by the names of parameters, each tensor a flat `DTensor` of which a rank has its row, and so are the
+        options of groups. A new optimizer has a state of zeros, to load into: `torch.distributed.checkpoint.load` cuts
+        rows anew for any number of ranks, then call `load_sharded_state_dict`. All ranks must call it.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard  # since torch 2.5
+
+        self._make_state()
+        mesh = DeviceMesh.from_group(self._model.process_group, self._model.device.type)
+        state: dict[str, Any] = {}
+        for _, owned in self._numbered():
+            state[owned.name] = {
+                key: DTensor.from_local(
+                    value, mesh, [Shard(0)], run_check=False, shape=torch.Size([owned.memory.numel()]), stride=(1,)
+                )
+                if _is_like(value, owned.row)
+                else value
+                for key, value in self._inner.state.get(owned.row, {}).items()
+            }
+        options = [{key: value for key, value in one.items() if key != "params"} for one in self.param_groups]
+        return {"state": state, "param_groups": {str(number): one for number, one in enumerate(options)}}
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `sharded_state_dict` gave, filled by `torch.distributed.checkpoint.load`."""
+        from torch.distributed.tensor import DTensor
+
+        for _, owned in self._numbered():
+            self._inner.state[owned.row] = {
+                key: value.to_local() if isinstance(value, DTensor) else value
+                for key, value in state_dict["state"][owned.name].items()
+            }
+        for number, group in enumerate(self.param_groups):
+            group.update(state_dict["param_groups"][str(number)])
+
+    def _make_state(self) -> None:
+        """Let an optimizer that has made no step have the state of one that changes nothing."""
+        if self._inner.state:
+            return
+        rates = [group["lr"] for group in self._inner.param_groups]
+        for group in self._inner.param_groups:
+            group["lr"] = 0.0
+            for row in group["params"]:
+                row.grad = torch.zeros_like(row) if row.requires_grad else None
+        self._inner.step()
+        self._inner.zero_grad()
+        for group, rate in zip(self._inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+
 
 def _is_like(value: object, tensor: Tensor) -> bool:
     """Say whether a value of a state has a number for each of a tensor; a count of steps has one in all."""
