@@ -7,20 +7,19 @@ import copy
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-import torch.distributed.tensor
 
 import mgwfbp.runtime.rows
 from mgwfbp import DistributedDataParallel, MgwfbpError, ShardedOptimizer
@@ -316,8 +315,9 @@ def readers() -> dict[str, Any]:
     return found
 
 
-def delays() -> dict[str, Any]:
-    """Late gathers change nothing but what somebody reads who holds parameters and does not wait."""
+@contextmanager
+def late_gathers() -> Iterator[None]:
+    """Let parameters come later than anybody would read them who does not wait."""
     rows: Any = mgwfbp.runtime.rows
     stock = rows.all_gather
 
@@ -326,6 +326,36 @@ def delays() -> dict[str, Any]:
         stock(*args)
 
     rows.all_gather = late
+    try:
+        yield
+    finally:
+        rows.all_gather = stock
+
+
+def compiled() -> dict[str, Any]:
+    """Compiled graphs do not ask modules for parameters, which come late."""
+
+    def compiled_mlp() -> nn.Module:
+        module = Mlp()
+        module.compile(backend="aot_eager")
+        return module
+
+    def with_a_compiled_part() -> nn.Module:
+        module = Mlp()
+        module.head.compile(backend="aot_eager")
+        return module
+
+    found = {}
+    for name, make in (("all", compiled_mlp), ("a part", with_a_compiled_part)):
+        expected, _, _ = train(Way(model=make), sharded=False, steps=4)
+        with late_gathers():
+            got, _, _ = train(Way(model=make), sharded=True, steps=4)
+        found[name] = difference(got, expected)
+    return found
+
+
+def delays() -> dict[str, Any]:
+    """Late gathers change nothing but what somebody reads who holds parameters and does not wait."""
     too_early = []
 
     def between(model: Any, optimizer: Any, step: int) -> Any:
@@ -336,14 +366,12 @@ def delays() -> dict[str, Any]:
             too_early.append(before != sums(held))
         return read_everything(model, optimizer, step)
 
-    try:
+    with late_gathers():
         differences = {
             "read": beside_torchs(Way(optim.AdamW, {"lr": 0.01}, between=read_everything)),
             "only trained": beside_torchs(Way(model=Attention, ddp={"find_unused_parameters": True})),
             "held": beside_torchs(Way(between=between)),
         }
-    finally:
-        rows.all_gather = stock
     return {"differences": differences, "too early": sum(too_early)}
 
 
@@ -532,6 +560,7 @@ SCENARIOS = {
         checkpointed,
         readers,
         delays,
+        compiled,
         states,
         refused,
         loud,

@@ -28,6 +28,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         "checkpointed",
         "readers",
         "delays",
+        "compiled",
         "states",
         "refused",
         "loud",
@@ -89,6 +90,11 @@ def test_late_gathers_change_no_result_and_only_who_holds_parameters_can_read_to
     for found in two:
         assert found["delays"]["differences"] == {"read": 0.0, "only trained": 0.0, "held": 0.0}
         assert found["delays"]["too early"] > 20
+
+
+def test_compiled_graphs_wait_for_all_parameters(two: list[Any]) -> None:
+    for found in two:
+        assert found["compiled"] == {"all": 0.0, "a part": 0.0}
 
 
 def test_the_tuner_changes_buckets_and_no_state_moves(two: list[Any]) -> None:
