@@ -45,6 +45,20 @@ class Attention(nn.Module):
         return self.head(x if x[0, 0] > 0 else self.branches[1](x))  # type: ignore[no-any-return]
 
 
+class Recurrent(nn.Module):
+    """Modules that hold their parameters in lists and dicts, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+        self.cache = {"weights": [self.head.weight]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lstm(x[:, None])[0][:, 0]
+        return y @ self.cache["weights"][0].t() + self.head.bias  # type: ignore[no-any-return]
+
+
 class Channels(nn.Module):
     """Weights that lie in memory channel by channel."""
 
@@ -298,7 +312,7 @@ def read_everything(model: Any, optimizer: Any, step: int) -> Any:
 def readers() -> dict[str, Any]:
     """What is read between steps, and an average of the model that is kept beside it."""
     found = {}
-    for name, model in (("mlp", Mlp), ("attention", Attention)):
+    for name, model in (("mlp", Mlp), ("attention", Attention), ("recurrent", Recurrent)):
         averages: list[AveragedModel] = []
 
         def between(model: Any, optimizer: Any, step: int, averages: list[AveragedModel] = averages) -> Any:
@@ -371,6 +385,7 @@ def delays() -> dict[str, Any]:
             "read": beside_torchs(Way(optim.AdamW, {"lr": 0.01}, between=read_everything)),
             "only trained": beside_torchs(Way(model=Attention, ddp={"find_unused_parameters": True})),
             "held": beside_torchs(Way(between=between)),
+            "recurrent": beside_torchs(Way(model=Recurrent, between=read_everything)),
         }
     return {"differences": differences, "too early": sum(too_early)}
 

@@ -83,12 +83,12 @@ def allowed(name: str) -> float:
 
 def test_parameters_are_finished_whoever_reads_them_and_a_change_of_plan_moves_nothing(two: list[Any]) -> None:
     for found in two:
-        assert found["readers"] == {"mlp": 0.0, "attention": 0.0}
+        assert found["readers"] == {"mlp": 0.0, "attention": 0.0, "recurrent": 0.0}
 
 
 def test_late_gathers_change_no_result_and_only_who_holds_parameters_can_read_too_early(two: list[Any]) -> None:
     for found in two:
-        assert found["delays"]["differences"] == {"read": 0.0, "only trained": 0.0, "held": 0.0}
+        assert found["delays"]["differences"] == {"read": 0.0, "only trained": 0.0, "held": 0.0, "recurrent": 0.0}
         assert found["delays"]["too early"] > 20
 
 

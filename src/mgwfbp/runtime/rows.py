@@ -12,14 +12,15 @@ otherwise from one step to the next, and no state moves.
 somebody asks its module for it: the dict in which a module keeps its parameters is a `Guarded` one, which waits for the
 gather that carries the parameter and copies its group. So a forward pass waits for what it uses when it uses it (also
 where a module uses the parameters of another, whose own forward pass never runs), and ``parameters()``,
-``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. Compiled graphs do not ask modules:
-their forward pass begins when all gathers have ended. What can be read too early is a parameter that somebody holds:
-``model.synchronize()`` first.
+``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that holds parameters
+elsewhere besides (torch's LSTM has a list of them) waits for them when its forward pass begins. Compiled graphs do not
+ask modules: their forward pass begins when all gathers have ended. What can be read too early is a parameter that
+somebody else holds: ``model.synchronize()`` first.
 """
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,10 +190,13 @@ class SpreadGradient(torch.Tensor):
         return f"SpreadGradient({self.owned.name})"
 
 
-def _tensors(args: Any) -> Any:
-    for one in args:
+def _tensors(values: Any) -> Iterator[Any]:
+    """Return what lists, tuples and dicts hold, and what lists in them hold."""
+    for one in values:
         if isinstance(one, (list, tuple)):
             yield from _tensors(one)
+        elif type(one) is dict:
+            yield from _tensors(one.values())
         else:
             yield one
 
@@ -304,16 +308,40 @@ class Shards:
 
     def guard(self, module: nn.Module) -> None:
         """See to it that nobody gets a parameter of a module, or of a module in it, before it is finished."""
+        own = {id(one.parameter) for one in self.owned}
         for one in module.modules():
-            if one._parameters and not isinstance(one._parameters, Guarded):
+            elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
+            held = [found for found in _tensors(elsewhere) if id(found) in own]
+            if held:
+                one.register_forward_pre_hook(_Finishes(self, held))
+            if one._parameters:
                 one.__dict__["_parameters"] = Guarded(one._parameters, self)
 
-    def release(self, module: nn.Module) -> None:
-        """Finish all parameters and leave a module as it was."""
-        self.finish_all()
-        for one in module.modules():
-            if isinstance(one._parameters, Guarded):
-                one.__dict__["_parameters"] = dict(one._parameters)
+
+class _Finishes:
+    """A hook on a module's forward pass that waits for parameters. A copy of the module waits for nothing."""
+
+    def __init__(self, shards: Shards, held: Sequence[Tensor]) -> None:
+        self._shards, self._held = shards, held
+
+    def __call__(self, *_: object) -> None:
+        if self._shards.pending:
+            for parameter in self._held:
+                self._shards.finish(parameter)
+
+    def __deepcopy__(self, _: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _make_nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing when a forward pass begins."""
+
+
+def _make_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 class Guarded(dict[str, Any]):
