@@ -67,12 +67,12 @@ class ShardedOptimizer(optim.Optimizer):
     Args:
         model: one of ours, whose parameters are not yet another sharded optimizer's.
         optimizer_class: one of `torch.optim` that updates every number by itself.
+        params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
+            model where it is not given.
         plan: a `MergePlan` with gathers or the path of one (``mgwfbp plan --engine sharded``): which gradients, and
             which parameters, travel together. Without it gradients travel in the model's buckets, which its tuner
             changes, and parameters in groups that are planned with what the tuner has learnt; until then in the
             buckets' groups.
-        params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
-            model where it is not given.
         **defaults: what the class takes.
 
     Raises:
@@ -128,8 +128,7 @@ class ShardedOptimizer(optim.Optimizer):
             if not all(loaded.sharded):
                 raise PlanError(
                     f"{plural(loaded.sharded.count(False), 'message')} of the plan would be all-reduced, and a sharded "
-                    "optimizer reduce-scatters all: give the plan to mgwfbp.DistributedDataParallel, or make one whose "
-                    "messages are all sharded"
+                    "optimizer can only reduce-scatter all of them so far: give a plan that gathers all parameters"
                 )
             loaded.check_covers(self._own.names, what="the model")
             check_kinds(replace(loaded, gathers=()), self._kinds)
