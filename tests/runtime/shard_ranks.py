@@ -4,12 +4,15 @@ Everything is trained twice from one start: torch's DDP with a plain optimizer, 
 """
 
 import copy
+import gc
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -476,8 +479,8 @@ def load_checkpoint(name: str, folder: Path) -> dict[str, Any]:
     model = DistributedDataParallel(module, plan=make_plan(module, 6))
     optimizer = ShardedOptimizer(model, way.optimizer, **way.options)
     before = sums(module.parameters())
-    target = {"optimizer": optimizer.sharded_state_dict(), "model": module.state_dict()}
-    unchanged = before == sums(module.parameters())
+    target = {"optimizer": optimizer.sharded_state_dict(to_load=True), "model": module.state_dict()}
+    unchanged = before == sums(module.parameters()) and not optimizer._inner.state
     state_dict_loader.load(target, checkpoint_id=str(folder))
     optimizer.load_sharded_state_dict(target["optimizer"])
     return {"unchanged": unchanged, "state": optimizer.state_dict()["state"]}
@@ -523,6 +526,63 @@ def refused() -> dict[str, Any]:
     return {name: told(case) for name, case in cases.items()}
 
 
+class Scalars(nn.Module):
+    """Parameters of one number, some frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.frozen = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.hidden, self.head = nn.Linear(6, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(x)) * self.scale) * self.frozen  # type: ignore[no-any-return]
+
+
+def some_are_set_to_none(model: Any, *_: Any) -> None:
+    for parameter in model.module.head.parameters():
+        parameter.grad = None
+
+
+def step_again(model: Any, optimizer: Any, step: int) -> None:
+    """Steps without a backward pass, some with no gradients; a state that is saved and loaded on the way."""
+    some_are_set_to_none(model)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if isinstance(optimizer, ShardedOptimizer) and step % 2 and hasattr(torch.distributed.tensor, "DTensor"):
+        optimizer.sharded_state_dict()
+        optimizer.sharded_state_dict(to_load=True)
+    model.zero_grad()
+    optimizer.step()
+
+
+def odd() -> dict[str, Any]:
+    """Gradients that are set to None, states in between, parameters of one number."""
+    return {
+        name: beside_torchs(replace(OPTIMIZERS[name], model=Scalars, between=step_again), steps=6)
+        for name in ("SGD", "momentum", "AdamW", "NAdam", "Rprop", "ASGD", "Adagrad")
+    }
+
+
+def ended() -> dict[str, Any]:
+    """Models and optimizers end with their last names, threads with them."""
+    found = []
+    module = Recurrent()
+    for _ in range(3):
+        model = DistributedDataParallel(module, tune=False)
+        optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
+        optimizer.zero_grad()  # what the one before has left
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        model.synchronize()
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    hooks = len(module.lstm._forward_pre_hooks)
+    held = weakref.ref(module.head.weight)
+    copied = told(partial(copy.deepcopy, optimizer))
+    del module, model, optimizer
+    gc.collect()
+    return {"threads": found, "hooks": hooks, "is held": held() is not None, "copied": copied}
+
+
 def loud() -> dict[str, Any]:
     """What would use a part of a gradient as if it were all of it."""
     module = Mlp()
@@ -537,7 +597,15 @@ def loud() -> dict[str, Any]:
     }
     found["hook"] = told(lambda: model.register_comm_hook(None, lambda _, bucket: bucket.buffer()))
     optimizer.step()
+    model.zero_grad()
+    with model.no_sync():
+        model(x).sum().backward()
+    found["not averaged"] = told(optimizer.step)
+    model.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
     found["no zero_grad"] = told(lambda: model(x).sum().backward())
+    found["join"] = told(lambda: model.join().__enter__())
     model.zero_grad()
     found["add"] = told(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
     module.head.weight.data = module.head.weight.data.clone()
@@ -579,6 +647,8 @@ SCENARIOS = {
         states,
         refused,
         loud,
+        odd,
+        ended,
         resumed,
     )
 }

@@ -32,6 +32,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         "states",
         "refused",
         "loud",
+        "odd",
+        "ended",
     ]
     return run_ranks(RANKS, scenarios, folder_of_two(tmp_path_factory), 2)
 
@@ -162,8 +164,23 @@ def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list
         for name in ("torch's clipping", "a plain optimizer", "reading", "no zero_grad"):
             assert "was averaged and each rank has a row of it" in found[name], name
         assert "a communication hook says how gradients travel" in found["hook"]
+        assert "was not averaged by the model's backward pass" in found["not averaged"]
+        assert "join() cannot be with a sharded optimizer" in found["join"]
         assert "make a new one with other groups" in found["add"]
         assert "the parameter head.weight has other memory than when the optimizer was made" in found["moved"]
+
+
+def test_gradients_set_to_none_states_in_between_and_parameters_of_one_number_change_nothing(two: list[Any]) -> None:
+    for found in two:
+        assert found["odd"] == dict.fromkeys(found["odd"], 0.0)
+
+
+def test_nothing_stays_of_a_model_and_its_optimizer(two: list[Any]) -> None:
+    for found in (told["ended"] for told in two):
+        assert found["threads"][2] <= found["threads"][1]
+        assert found["hooks"] == 1
+        assert not found["is held"]
+        assert "cannot be copied or pickled" in found["copied"]
 
 
 def test_a_process_that_ends_while_parameters_travel_ends_well(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from mgwfbp.cost import Cost, WireCost
-from mgwfbp.errors import MeasureError, PlanError
+from mgwfbp.errors import MeasureError, PlanError, ShardError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import WIRES, MergePlan
@@ -489,6 +489,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Train with uneven inputs as torch does. After the block tuning that had not ended begins again."""
+        if self._shards is not None:
+            raise ShardError(
+                "join() cannot be with a sharded optimizer: ranks that ran out of data would not answer it"
+            )
         before = self._join_config
         with super().join(*args, **kwargs) as inside:
             yield inside
@@ -572,7 +576,9 @@ def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergeP
 
 def _has_compiled(model: nn.Module) -> bool:
     return any(
-        getattr(one, "_compiled_call_impl", None) is not None or type(one).__name__ == "OptimizedModule"
+        getattr(one, "_compiled_call_impl", None) is not None
+        or isinstance(one, torch.jit.ScriptModule)
+        or type(one).__name__ == "OptimizedModule"
         for one in model.modules()
     )
 

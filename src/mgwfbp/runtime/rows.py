@@ -13,9 +13,10 @@ somebody asks its module for it: the dict in which a module keeps its parameters
 gather that carries the parameter and copies its group. So a forward pass waits for what it uses when it uses it (also
 where a module uses the parameters of another, whose own forward pass never runs), and ``parameters()``,
 ``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that holds parameters
-elsewhere besides (torch's LSTM has a list of them) waits for them when its forward pass begins. Compiled graphs do not
-ask modules: their forward pass begins when all gathers have ended. What can be read too early is a parameter that
-somebody else holds: ``model.synchronize()`` first.
+elsewhere besides when the optimizer is made (torch's LSTM has a list of them) waits for them when its forward pass
+begins. Compiled and scripted graphs do not ask modules: their forward pass begins when all gathers have ended. What can
+be read too early is a parameter that somebody else holds, or a module in a place of its own that it fills later:
+``model.synchronize()`` first.
 """
 
 import copy
@@ -161,7 +162,9 @@ class SpreadGradient(torch.Tensor):
     But for `torch.amp.GradScaler`, which divides this rank's row and is told of values that any rank found.
     """
 
-    owned: Owned
+    # Not the parameter: it holds its gradient, and would never end.
+    of: str  # its name
+    row: nn.Parameter
     group: Any
 
     @staticmethod
@@ -170,32 +173,32 @@ class SpreadGradient(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.owned, made.group = owned, group
+        made.of, made.row, made.group = owned.name, owned.row, group
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             spread, found, *scale = args
-            func([one.owned.row.grad for one in spread], found, *scale)
+            func([one.row.grad for one in spread], found, *scale)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=spread[0].group)
             return None
-        name = next(one.owned.name for one in _tensors(args) if isinstance(one, cls))
+        name = next(one.of for one in _tensors(args) if isinstance(one, cls))
         raise ShardError(
             f"the gradient of {name} was averaged and each rank has a row of it, so that {func} cannot be: clip with "
             "optimizer.clip_grad_norm_(), and call optimizer.zero_grad() before the next backward pass"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SpreadGradient({self.owned.name})"
+        return f"SpreadGradient({self.of})"
 
 
 def _tensors(values: Any) -> Iterator[Any]:
-    """Return what lists, tuples and dicts hold, and what lists in them hold."""
+    """Return what lists, tuples, sets and dicts hold, and what such in them hold."""
     for one in values:
-        if isinstance(one, (list, tuple)):
+        if isinstance(one, (list, tuple, set)):
             yield from _tensors(one)
-        elif type(one) is dict:
+        elif isinstance(one, dict):
             yield from _tensors(one.values())
         else:
             yield one
@@ -264,11 +267,20 @@ class Shards:
         """How many messages of the reduction that is under way were sent."""
         return len(self._arrived)
 
-    def wait_for_gradients(self) -> None:
-        """Let the current stream wait for the gradients that rows have."""
+    def take_gradients(self) -> None:
+        """Let rows have the gradients that their parameters have now: none where they were set to None."""
         for future in self._futures:
-            future.wait()
+            future.wait()  # for the current stream
         self._futures = []
+        for one in self.owned:
+            grad = one.parameter.grad
+            if grad is None:
+                one.row.grad = None
+            elif not isinstance(grad, SpreadGradient):
+                raise ShardError(
+                    f"the gradient of {one.name} was not averaged by the model's backward pass: run the last one "
+                    "before optimizer.step() outside of no_sync(), and set gradients to None only"
+                )
 
     def gather(self, groups: Buckets) -> None:
         """Begin to bring the rows of all ranks together, group by group."""
@@ -312,6 +324,9 @@ class Shards:
         for one in module.modules():
             elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
             held = [found for found in _tensors(elsewhere) if id(found) in own]
+            hooks = one._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Finishes)]:
+                del hooks[key]  # of an optimizer before this one
             if held:
                 one.register_forward_pre_hook(_Finishes(self, held))
             if one._parameters:

@@ -103,6 +103,7 @@ class ShardedOptimizer(optim.Optimizer):
         owned = [Owned(name, one, rank, world) for name, one in named]
         self._owned = {id(one.parameter): one for one in owned}
         rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
+        self._options = defaults
         self._inner = optimizer_class(rows, **defaults)
         super().__init__(groups, self._inner.defaults)
         self._pull()
@@ -172,7 +173,7 @@ class ShardedOptimizer(optim.Optimizer):
     def _row(self, parameter: Tensor) -> Tensor:
         """Return what this rank updates of a parameter: nothing of one that is frozen."""
         owned = self._owned.get(id(parameter))
-        return nn.Parameter(parameter.detach()[:0], requires_grad=False) if owned is None else owned.row
+        return nn.Parameter(parameter.detach().flatten()[:0], requires_grad=False) if owned is None else owned.row
 
     def _numbered(self) -> Iterator[tuple[int, Owned]]:
         """Return what this rank owns, with the numbers that a state dict has for parameters."""
@@ -212,7 +213,7 @@ class ShardedOptimizer(optim.Optimizer):
                 "before DistributedDataParallel, and load weights in place (without assign=True)"
             )
         self._shards.finish_all()
-        self._shards.wait_for_gradients()
+        self._shards.take_gradients()
         self._push()
         self._inner.step()
         self._pull()
@@ -244,7 +245,7 @@ class ShardedOptimizer(optim.Optimizer):
         Returns:
             The norm before.
         """
-        self._shards.wait_for_gradients()
+        self._shards.take_gradients()
         grads = [one.row.grad for one in self._owned.values() if one.row.grad is not None]
         norm_type = float(norm_type)
         is_largest = norm_type == float("inf")
@@ -280,11 +281,11 @@ class ShardedOptimizer(optim.Optimizer):
         It can be loaded into the plain optimizer, and into a sharded one with any number of ranks.
         """
         packed = self._inner.state_dict()
-        group = self._model.process_group
+        group, keys = self._model.process_group, self._elementwise_keys
         for number, owned in self._numbered():
             if number in packed["state"]:
                 packed["state"][number] = {
-                    key: owned.whole(value, group) if _is_like(value, owned.row) else value
+                    key: owned.whole(value, group) if key in keys else value
                     for key, value in packed["state"][number].items()
                 }
         return packed
@@ -292,72 +293,82 @@ class ShardedOptimizer(optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of whole parameters, and keep this rank's rows of it."""
-        state = dict(state_dict["state"])
+        state, keys = dict(state_dict["state"]), self._elementwise_keys
         for number, owned in self._numbered():
             if number in state:
                 state[number] = {
-                    key: owned.part_of(value) if _is_like(value, owned.parameter) else value
-                    for key, value in state[number].items()
+                    key: owned.part_of(value) if key in keys else value for key, value in state[number].items()
                 }
         self._inner.load_state_dict({**state_dict, "state": state})
         self._pull()
 
-    def sharded_state_dict(self) -> dict[str, Any]:
+    def sharded_state_dict(self, *, to_load: bool = False) -> dict[str, Any]:
         """Return the state for `torch.distributed.checkpoint`, which saves each rank's rows and gathers nothing.
 
         State is by the names of parameters, each tensor a flat `DTensor` of which a rank has its row, and so are the
-        options of groups. A new optimizer has a state of zeros, to load into: `torch.distributed.checkpoint.load` cuts
-        rows anew for any number of ranks, then call `load_sharded_state_dict`. All ranks must call it.
+        options of groups. All ranks must call it.
+
+        Args:
+            to_load: return a state of zeros for `torch.distributed.checkpoint.load` to fill, which cuts rows anew for
+                any number of ranks; then call `load_sharded_state_dict`.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard  # since torch 2.5
 
-        self._make_state()
         mesh = DeviceMesh.from_group(self._model.process_group, self._model.device.type)
+        keys, states = self._elementwise_keys, self._states_to_load() if to_load else self._inner.state
         state: dict[str, Any] = {}
         for _, owned in self._numbered():
+            size = torch.Size([owned.memory.numel()])
             state[owned.name] = {
-                key: DTensor.from_local(
-                    value, mesh, [Shard(0)], run_check=False, shape=torch.Size([owned.memory.numel()]), stride=(1,)
-                )
-                if _is_like(value, owned.row)
+                key: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
+                if key in keys
                 else value
-                for key, value in self._inner.state.get(owned.row, {}).items()
+                for key, value in states.get(owned.row, {}).items()
             }
         options = [{key: value for key, value in one.items() if key != "params"} for one in self.param_groups]
         return {"state": state, "param_groups": {str(number): one for number, one in enumerate(options)}}
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `sharded_state_dict` gave, filled by `torch.distributed.checkpoint.load`."""
-        from torch.distributed.tensor import DTensor
-
+        """Take what ``sharded_state_dict(to_load=True)`` gave, filled by `torch.distributed.checkpoint.load`."""
         for _, owned in self._numbered():
-            self._inner.state[owned.row] = {
-                key: value.to_local() if isinstance(value, DTensor) else value
-                for key, value in state_dict["state"][owned.name].items()
-            }
+            state = state_dict["state"].get(owned.name)
+            if state:
+                self._inner.state[owned.row] = {
+                    key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()
+                }
         for number, group in enumerate(self.param_groups):
             group.update(state_dict["param_groups"][str(number)])
 
-    def _make_state(self) -> None:
-        """Let an optimizer that has made no step have the state of one that changes nothing."""
-        if self._inner.state:
-            return
-        rates = [group["lr"] for group in self._inner.param_groups]
+    def _states_to_load(self) -> dict[Tensor, dict[str, Any]]:
+        """Return by row what the optimizer's state is like, with other tensors than its own."""
+        owned = [one for _, one in self._numbered()]
+        copies = {id(one.row): torch.zeros_like(one.row).requires_grad_() for one in owned}
+        states = self._state_after_a_step(lambda row: copies.get(id(row)))
+        return {one.row: states.get(copies[id(one.row)], {}) for one in owned}  # plain SGD has none
+
+    @property
+    def _elementwise_keys(self) -> set[str]:
+        """What of a state has a number for each of a parameter; a count of steps, say, has one for all."""
+        toys = self._state_after_a_step(lambda row: torch.zeros(1, device=row.device, requires_grad=True))
+        values = [pair for state in toys.values() for pair in state.items()]
+        return {key for key, value in values if isinstance(value, Tensor) and value.dim()}
+
+    def _state_after_a_step(self, stand_in: Callable[[Tensor], Tensor | None]) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of an optimizer like this one, of what stands in for rows, after an empty step."""
+        groups = []
         for group in self._inner.param_groups:
-            group["lr"] = 0.0
-            for row in group["params"]:
-                row.grad = torch.zeros_like(row) if row.requires_grad else None
-        self._inner.step()
-        self._inner.zero_grad()
-        for group, rate in zip(self._inner.param_groups, rates, strict=True):
-            group["lr"] = rate
+            stand_ins = [one for one in map(stand_in, group["params"]) if one is not None]
+            groups.append({**group, "params": stand_ins})
+            for one in stand_ins:
+                one.grad = torch.zeros_like(one)
+        made = type(self._inner)([group for group in groups if group["params"]], **self._options)
+        made.step()
+        return dict(made.state)
 
-
-def _is_like(value: object, tensor: Tensor) -> bool:
-    """Say whether a value of a state has a number for each of a tensor; a count of steps has one in all."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tensor.shape
+    def __getstate__(self) -> Any:
+        raise ShardError("a sharded optimizer cannot be copied or pickled: keep its state_dict()")
 
 
 def _groups(params: Params) -> list[dict[str, Any]]:
