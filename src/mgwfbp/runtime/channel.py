@@ -62,20 +62,22 @@ class Channel:
             _THREADS[thread] = jobs
             weakref.finalize(self, jobs.put, _stop).atexit = False
 
-    def scratch(self, like: Tensor, number: int, shape: tuple[int, int]) -> list[Tensor]:
-        """Return tensors for what only lasts as long as a job does.
+    def scratch(self, like: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return room for what is sent and what is received, for as long as a job lasts.
 
         On a CPU always the same memory: each thread of an allocator keeps what it has freed. On a GPU torch's allocator
-        has it again when the stream has done with it.
+        has it again when the stream has done with it, and nccl itself has room for what is received.
         """
         if self._stream is not None:
-            return [like.new_empty(shape) for _ in range(number)]
+            sent = like.new_empty(shape)
+            return sent, sent
         count = shape[0] * shape[1]
         nbytes = -(-count * like.element_size() // 16) * 16
-        if self._memory is None or self._memory.numel() < number * nbytes:
-            self._memory = torch.empty(number * nbytes, dtype=torch.uint8)
-        parts = self._memory[: number * nbytes].split(nbytes) if nbytes else [self._memory[:0]] * number
-        return [part.view(like.dtype)[:count].view(shape) for part in parts]
+        if self._memory is None or self._memory.numel() < 2 * nbytes:
+            self._memory = torch.empty(2 * nbytes, dtype=torch.uint8)
+        halves = self._memory[:nbytes], self._memory[nbytes : 2 * nbytes]
+        first, second = (half.view(like.dtype)[:count].view(shape) for half in halves)
+        return first, second
 
     def send(self, job: Job, result: list[Tensor]) -> Tensors:
         """Do a job once those before it are done; return what is fulfilled with ``result`` when it is.

@@ -210,6 +210,7 @@ class _Gather:
 
     owned: Sequence[Owned]
     layout: Rows
+    own: Tensor  # held as long as another stream may read it
     rows: Tensor
     arrives: Tensors
 
@@ -241,7 +242,7 @@ class Shards:
         own, channel = message.new_empty(layout.length), self._reduces
 
         def job() -> None:
-            rows, received = channel.scratch(message, 1 if message.is_cuda else 2, (self._world, layout.length))
+            rows, received = channel.scratch(message, (self._world, layout.length))
             reduce_scatter(layout.pack(message.split(counts), rows), own, received, channel.group)
 
         future = self._reduces.send(job, [message])
@@ -294,7 +295,7 @@ class Shards:
             def job(rows: Tensor = rows, own: Tensor = own) -> None:
                 all_gather(rows, own, self._gathers.group)
 
-            gather = _Gather(owned, layout, rows, self._gathers.send(job, [rows]))
+            gather = _Gather(owned, layout, own, rows, self._gathers.send(job, [rows]))
             self.pending.update((id(one.parameter), gather) for one in owned)
 
     def finish(self, parameter: Tensor) -> None:
