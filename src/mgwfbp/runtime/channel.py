@@ -5,8 +5,8 @@
   waits on the host.
 - gloo: a call waits, so all messages go through one thread, one after another. Ranks may not mix the order of
   collectives in one group, and other collectives (those of SyncBatchNorm, say) are called by other threads: so the
-  thread has a group of its own, made when the first message is sent. Torch does not list it (`gloo_beside`): it ends
-  with the model, and groups that the user makes later get the names that they would get without it.
+  thread has a group of its own. Torch does not list it (`gloo_beside`): it ends with the channel, and groups that the
+  user makes later get the names that they would get without it.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mgwfbp.runtime.gloo import MOMENT_S, gloo_beside
 
-__all__ = ["Channel", "all_gather", "exchange", "reduce_scatter", "wait_for", "work_of"]
+__all__ = ["Channel", "all_gather", "exchange", "queue_collective", "reduce_scatter", "wait_for", "work_of"]
 
 # How long the last messages of a process may take at its end.
 LAST_S = 10.0
@@ -148,7 +148,7 @@ def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any) -> N
     ``received`` is room for as much as ``rows``, which over nccl is not needed.
     """
     if rows.is_cuda:
-        _queue(dist.reduce_scatter_tensor, own, rows.flatten(), group)
+        queue_collective(dist.reduce_scatter_tensor, own, rows.flatten(), group)
         return
     wait_for(exchange(received, rows, group))
     # In the order of ranks, so that the sum does not depend on who came first; 16 bits would round at every rank.
@@ -161,13 +161,13 @@ def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any) -> N
 def all_gather(rows: Tensor, own: Tensor, group: Any) -> None:
     """Bring every rank's row to all ranks; on a CPU it waits."""
     if rows.is_cuda:
-        _queue(dist.all_gather_into_tensor, rows.flatten(), own, group)
+        queue_collective(dist.all_gather_into_tensor, rows.flatten(), own, group)
     else:
         wait_for(exchange(rows, own.expand_as(rows), group))
 
 
-def _queue(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:
-    """Let the current stream wait for a collective: asynchronous calls run on nccl's own stream in every torch."""
+def queue_collective(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:
+    """Let the current stream wait for a collective over nccl, whose asynchronous calls run on its own stream."""
     collective(received, sent, group=group, async_op=True).wait()
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["cut_after", "follow_plans", "missing", "warn_of_old_cuts"]
+__all__ = ["cut_after", "follow_plans", "missing", "runs_graphs", "warn_of_old_cuts"]
 
 _FIRST_BUCKET_BYTES: int = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
 
@@ -29,6 +29,16 @@ _UNCUT = "the compiled graph is not cut by the plan, so that its gradients come 
 
 # What cuts take; without them a model of our class still learns that it is compiled.
 _NEEDED = ("add_param", "add_param_args")
+
+
+def runs_graphs(model: nn.Module) -> bool:
+    """Say whether a compiled or scripted graph may be run in a model, which does not ask modules for parameters."""
+    return torch.compiler.is_compiling() or any(
+        getattr(one, "_compiled_call_impl", None) is not None
+        or isinstance(one, torch.jit.ScriptModule)
+        or type(one).__name__ == "OptimizedModule"
+        for one in model.modules()
+    )
 
 
 def missing() -> tuple[str, ...]:

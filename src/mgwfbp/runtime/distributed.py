@@ -20,7 +20,7 @@ from mgwfbp.errors import MeasureError, PlanError, ShardError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import WIRES, MergePlan
-from mgwfbp.runtime.compile_private import follow_plans, warn_of_old_cuts
+from mgwfbp.runtime.compile_private import follow_plans, runs_graphs, warn_of_old_cuts
 from mgwfbp.runtime.decide import Limits
 from mgwfbp.runtime.drift import Drift
 from mgwfbp.runtime.fitness import unfit_for_tuning
@@ -379,7 +379,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, observer, drift = self._handle, self._observer, self._drift
-        if self._shards is not None and self._shards.pending and self._is_traced:
+        if self._shards is not None and self._shards.pending and (self.is_compiled or runs_graphs(self)):
             self._shards.finish_all()
         if handle is not None and handle.is_due:
             handle.before_forward()
@@ -393,11 +393,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if drift is not None and self._explaining is None and averages and torch.is_grad_enabled():
             drift.before_step()
         return super()._pre_forward(*inputs, **kwargs)
-
-    @property
-    def _is_traced(self) -> bool:
-        """Whether a compiled graph may be run, which does not ask modules for parameters."""
-        return self.is_compiled or torch.compiler.is_compiling() or _has_compiled(self)
 
     def _post_forward(self, output: Any) -> Any:
         if self._shards is not None and self._shards.pending and torch.is_grad_enabled():
@@ -572,15 +567,6 @@ def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergeP
     check_wire(loaded.wire, wire)
     check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
     return loaded
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    return any(
-        getattr(one, "_compiled_call_impl", None) is not None
-        or isinstance(one, torch.jit.ScriptModule)
-        or type(one).__name__ == "OptimizedModule"
-        for one in model.modules()
-    )
 
 
 def _is_ours(hook: Any) -> bool:

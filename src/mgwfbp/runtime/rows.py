@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from mgwfbp.errors import ShardError
 from mgwfbp.runtime.channel import Channel, Tensors, all_gather, reduce_scatter, work_of
-from mgwfbp.runtime.stand_ins import StandInGroup
+from mgwfbp.runtime.stand_ins import MessageGroup
 
 __all__ = ["Guarded", "Owned", "Rows", "ShardGroup", "Shards", "is_dense"]
 
@@ -69,13 +69,10 @@ class Rows:
     """
 
     def __init__(self, counts: Sequence[int], world: int) -> None:
-        self._counts, self._world = counts, world
+        self.counts, self._world = counts, world
         self.lengths = [-(-count // world) for count in counts]
-
-    @property
-    def length(self) -> int:
-        """Numbers in a row."""
-        return sum(self.lengths)
+        self.length = sum(self.lengths)  # numbers in a row
+        self._fits = [count == length * world for count, length in zip(counts, self.lengths, strict=True)]
 
     def pack(self, tensors: Sequence[Tensor], into: Tensor) -> Tensor:
         """Make the message of flat tensors; rows that a tensor does not fill end with 0."""
@@ -109,14 +106,13 @@ class Rows:
                     tensor[full * length :].copy_(columns[full, : tensor.numel() - full * length])
             return
         # With one kernel, into tensors themselves where they fill their rows.
-        fits = [count == length * self._world for count, length in zip(self._counts, self.lengths, strict=True)]
         whole = [
-            tensor.view(self._world, length) if fit else tensor.new_empty(self._world, length)
-            for tensor, length, fit in zip(into, self.lengths, fits, strict=True)
+            tensor.view(self._world, length) if fits else tensor.new_empty(self._world, length)
+            for tensor, length, fits in zip(into, self.lengths, self._fits, strict=True)
         ]
         torch.split_with_sizes_copy(rows, self.lengths, dim=1, out=whole)
-        for tensor, part, fit in zip(into, whole, fits, strict=True):
-            if not fit:
+        for tensor, part, fits in zip(into, whole, self._fits, strict=True):
+            if not fits:
                 tensor.copy_(part.flatten()[: tensor.numel()])
 
 
@@ -133,21 +129,20 @@ class Owned:
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's row of a tensor that has the parameter's shape, as a flat tensor."""
-        return self._like_parameter(tensor)[self._part].clone()
+        return memory_of(self._laid_out(tensor.dtype).copy_(tensor))[self._part].clone()
 
-    def _like_parameter(self, tensor: Tensor) -> Tensor:
+    def _laid_out(self, dtype: torch.dtype) -> Tensor:
+        """Return an empty tensor that lies in memory as the parameter does."""
         own = self.parameter
-        laid_out = torch.empty_strided(own.shape, own.stride(), dtype=tensor.dtype, device=own.device)
-        return memory_of(laid_out.copy_(tensor))
+        return torch.empty_strided(own.shape, own.stride(), dtype=dtype, device=own.device)
 
     def whole(self, part: Tensor, group: Any) -> Tensor:
         """Return what the rows of all ranks make up, in the parameter's shape. All ranks must call it."""
         rows = Rows([self.parameter.numel()], dist.get_world_size(group))
         gathered = part.new_empty(dist.get_world_size(group), rows.length)
         dist.all_gather_into_tensor(gathered.flatten(), rows.pack_own([part.contiguous()]), group=group)
-        own = self.parameter
-        found = torch.empty_strided(own.shape, own.stride(), dtype=part.dtype, device=part.device)
-        memory_of(found).copy_(gathered.flatten()[: own.numel()])
+        found = self._laid_out(part.dtype)
+        memory_of(found).copy_(gathered.flatten()[: found.numel()])
         return found
 
     @property
@@ -205,11 +200,18 @@ def _tensors(values: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class _Gather:
-    """Parameters that are being gathered."""
+class _Message:
+    """What travels together, in either direction."""
 
     owned: Sequence[Owned]
     layout: Rows
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Parameters that are being gathered."""
+
+    message: _Message
     own: Tensor  # held as long as another stream may read it
     rows: Tensor
     arrives: Tensors
@@ -227,36 +229,43 @@ class Shards:
         device = owned[0].memory.device
         self._reduces = Channel(group, device)
         self._gathers = self._reduces if gather_group is None else Channel(gather_group, device)
-        self._arrived: list[tuple[Sequence[int], Tensor, Tensors]] = []  # of the reduction that is under way
+        self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
+        self._arrived: list[tuple[_Message, Tensor, Tensors]] = []  # of the reduction that is under way
         self._futures: list[Tensors] = []  # of the gradients that rows have now
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
         self._lock = threading.RLock()
 
     def reduce(self, places: Sequence[int], message: Tensor) -> Any:
         """Bring the rows of a bucket's gradients to their owners; return what the Reducer waits for."""
-        owned = [self.owned[place] for place in places]
-        counts = [one.memory.numel() for one in owned]
-        if sum(counts) != message.numel():
-            raise ShardError(f"a bucket has {message.numel()} numbers, expected {sum(counts)}: please report this")
-        layout = Rows(counts, self._world)
+        known = self._message_of(places)
+        layout = known.layout
+        if sum(layout.counts) != message.numel():
+            raise ShardError(
+                f"a bucket has {message.numel()} numbers, expected {sum(layout.counts)}: please report this"
+            )
         own, channel = message.new_empty(layout.length), self._reduces
 
         def job() -> None:
             rows, received = channel.scratch(message, (self._world, layout.length))
-            reduce_scatter(layout.pack(message.split(counts), rows), own, received, channel.group)
+            reduce_scatter(layout.pack(message.split(layout.counts), rows), own, received, channel.group)
 
         future = self._reduces.send(job, [message])
-        self._arrived.append((places, own, future))
+        self._arrived.append((known, own, future))
         return work_of(future)
+
+    def _message_of(self, places: Sequence[int]) -> "_Message":
+        key = tuple(places)
+        if key not in self._layouts:
+            owned = [self.owned[place] for place in key]
+            self._layouts[key] = _Message(owned, Rows([one.memory.numel() for one in owned], self._world))
+        return self._layouts[key]
 
     def hand_out(self) -> None:
         """Give each row its gradient, once the Reducer has ended; a parameter that nobody used has none."""
         arrived, self._arrived, self._futures = self._arrived, [], []
-        for places, own, future in arrived:
+        for message, own, future in arrived:
             self._futures.append(future)
-            owned = [self.owned[place] for place in places]
-            parts = own.split([-(-one.memory.numel() // self._world) for one in owned])
-            for one, part in zip(owned, parts, strict=True):
+            for one, part in zip(message.owned, own.split(message.layout.lengths), strict=True):
                 if one.parameter.grad is None:
                     one.row.grad = None
                     continue
@@ -287,16 +296,15 @@ class Shards:
         """Begin to bring the rows of all ranks together, group by group."""
         self.finish_all()
         for places in groups:
-            owned = [self.owned[place] for place in places]
-            layout = Rows([one.memory.numel() for one in owned], self._world)
-            own = layout.pack_own([one.row.detach() for one in owned])
-            rows = own.new_empty(self._world, layout.length)
+            message = self._message_of(places)
+            own = message.layout.pack_own([one.row.detach() for one in message.owned])
+            rows = own.new_empty(self._world, message.layout.length)
 
             def job(rows: Tensor = rows, own: Tensor = own) -> None:
                 all_gather(rows, own, self._gathers.group)
 
-            gather = _Gather(owned, layout, own, rows, self._gathers.send(job, [rows]))
-            self.pending.update((id(one.parameter), gather) for one in owned)
+            gather = _Gather(message, own, rows, self._gathers.send(job, [rows]))
+            self.pending.update((id(one.parameter), gather) for one in message.owned)
 
     def finish(self, parameter: Tensor) -> None:
         """Wait for a parameter, and finish all that came with it."""
@@ -307,9 +315,10 @@ class Shards:
             gather.arrives.wait()
             if gather.rows.is_cuda:
                 gather.rows.record_stream(torch.cuda.current_stream(gather.rows.device))
+            owned = gather.message.owned
             with torch.no_grad():
-                gather.layout.unpack(gather.rows, [one.memory for one in gather.owned])
-            for one in gather.owned:
+                gather.message.layout.unpack(gather.rows, [one.memory for one in owned])
+            for one in owned:
                 del self.pending[id(one.parameter)]
 
     def finish_all(self) -> None:
@@ -410,28 +419,22 @@ class Guarded(dict[str, Any]):
         return dict, (self.copy(),)
 
 
-class ShardGroup(StandInGroup):
+class ShardGroup(MessageGroup):
     """The process group of a Reducer whose messages go to the owners of their rows."""
 
     def __init__(self, group: Any, shards: Shards, when_ended: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(group)
         self._shards, self._when_ended = shards, when_ended
         self._buckets: Buckets = ()
-        self.sent = 0  # messages so far: over gloo ``group`` does not count those that travel beside it
 
     def take(self, buckets: Buckets) -> None:
         """Expect these buckets in later steps; between two steps."""
         self._buckets = buckets
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
-        """Send a message to the owners of its rows; what holds no gradients as it is."""
-        message = tensors[0]
-        if not message.is_floating_point():  # which parameters were used is said in whole numbers
-            return self.group.allreduce(tensors, *options)
-        self.sent += 1
+    def send_message(self, tensors: list[Tensor], *_: Any) -> Any:
+        """Send a message to the owners of its rows."""
         place = self._shards.num_arrived
-        work = self._shards.reduce(self._buckets[place], message)
+        work = self._shards.reduce(self._buckets[place], tensors[0])
         if place + 1 == len(self._buckets):
             self._when_ended(self._shards.hand_out)
         return work

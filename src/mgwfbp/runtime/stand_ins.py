@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FreesFirst", "NoZeros", "ObservedGroup", "OnMessage", "Script", "StandInGroup", "observed"]
+__all__ = ["FreesFirst", "MessageGroup", "NoZeros", "ObservedGroup", "OnMessage", "Script", "StandInGroup", "observed"]
 
 # Called with each message before it is sent; returns what shall be called with its future, if anything.
 OnMessage = Callable[[Tensor], Callable[[Any], None] | None]
@@ -66,6 +66,26 @@ class StandInGroup(_StockGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """Say what the real group says."""
         return str(self.group.name())
+
+
+class MessageGroup(StandInGroup):
+    """The process group of a Reducer whose gradients are sent in another way than it asks for."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.sent = 0  # messages so far: ``group`` does not count those that travel beside it
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send a message in that way; what holds no gradients as it is."""
+        if not tensors[0].is_floating_point():  # which parameters were used is said in whole numbers
+            return self.group.allreduce(tensors, *options)
+        self.sent += 1
+        return self.send_message(tensors, *options)
+
+    def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send the gradients of a bucket; return what the Reducer waits for."""
+        raise NotImplementedError
 
 
 class ObservedGroup(StandInGroup):

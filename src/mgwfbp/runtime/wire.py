@@ -12,7 +12,7 @@ messages do, over nccl those in low precision.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import PlanError
-from mgwfbp.runtime.channel import Channel, exchange, wait_for, work_of
+from mgwfbp.runtime.channel import Channel, exchange, queue_collective, wait_for, work_of
 from mgwfbp.runtime.gloo import store_of
-from mgwfbp.runtime.stand_ins import StandInGroup
+from mgwfbp.runtime.stand_ins import MessageGroup
 
 __all__ = ["WireGroup", "average_in", "cannot_wire", "check_wire", "dtype_of"]
 
@@ -71,15 +71,10 @@ def average_in(dtype: torch.dtype, message: Tensor, group: Any) -> None:
         return
     low = _lowered(message, dtype, group.size())
     received = torch.empty_like(low)
-    # Asynchronous calls run on nccl's own stream in every torch, behind the messages before them.
-    _queue(dist.all_to_all_single, received, low, group)
-    _queue(dist.all_gather_into_tensor, low, _summed(received), group)
+    queue_collective(dist.all_to_all_single, received.view(torch.uint8), low.view(torch.uint8), group)
+    summed = _summed(received)
+    queue_collective(dist.all_gather_into_tensor, low.view(torch.uint8), summed.view(torch.uint8), group)
     message.copy_(low.flatten()[: message.numel()])
-
-
-def _queue(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:
-    """Let the current stream wait for a collective over bytes."""
-    collective(received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True).wait()
 
 
 def _average_on_host(dtype: torch.dtype, message: Tensor, group: Any) -> None:
@@ -116,7 +111,7 @@ def _summed(rows: Tensor) -> Tensor:
     return rows.sum(dim=0, dtype=torch.float32).to(rows.dtype)
 
 
-class WireGroup(StandInGroup):
+class WireGroup(MessageGroup):
     """The process group of a Reducer, some of whose all-reduces are sent in low precision.
 
     A Reducer sends all its buckets in every reduction, in order, or fails: so it is counted which one is meant.
@@ -126,21 +121,15 @@ class WireGroup(StandInGroup):
         super().__init__(group)
         self._wires: tuple[str, ...] = ()
         self._next = 0
-        self.sent = 0  # messages so far: ``group`` does not count those that travel beside it
         self._channel: Channel | None = None
 
     def take(self, wires: Sequence[str]) -> None:
         """Send the messages of later steps so, one word each; between two steps."""
         self._wires, self._next = tuple(wires), 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
-        """Send a message as the plan says; what holds no gradients as it is."""
-        message = tensors[0]
-        if not message.is_floating_point():  # which parameters were used is said in whole numbers
-            return self.group.allreduce(tensors, *options)
-        self.sent += 1
-        wire = self._wires[self._next]
+    def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send a message as the plan says."""
+        message, wire = tensors[0], self._wires[self._next]
         self._next = (self._next + 1) % len(self._wires)
         # Sparse gradients are as large as each batch makes them; others than fp32 travel as they are.
         dtype = dtype_of(wire) if wire and not message.is_sparse and message.dtype is torch.float32 else None
