@@ -350,21 +350,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._shards is not None:
             self._shards.finish_all()
 
-    @property
-    def _cannot_shard(self) -> str:
-        """Why no `ShardedOptimizer` can have the gradients; empty where one can."""
-        if absent := missing():
-            return f"torch {torch.__version__} lacks {', '.join(absent)}"
-        if self._shards is not None:
-            return "the model has a sharded optimizer already, and a parameter can have one only"
-        if self._wire is not None:
-            return f"wire={self._wire!r} and a sharded optimizer each say how gradients travel: leave one out"
-        if self._comm_hooks or self._builtin_hook is not None:
-            return "a communication hook says how gradients travel, and so does a sharded optimizer: leave one out"
-        if getattr(self, "mixed_precision", None) is not None:
-            return "mixed_precision says itself what parameters and gradients are (autocast is fine)"
-        return cannot_hold(self)
-
     def _shard_with(self, shards: Shards) -> None:
         """Let a `ShardedOptimizer` have the gradients."""
         handle = self._handle = self._handle or ReducerHandle(self)

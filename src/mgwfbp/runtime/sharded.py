@@ -17,7 +17,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.planners.sharded import plan_gathers
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.kinds import Kind, check_kinds, kinds_of, split_by_kind
-from mgwfbp.runtime.reducer import Buckets, Parameters
+from mgwfbp.runtime.reducer import Buckets, Parameters, cannot_hold, missing
 from mgwfbp.runtime.rows import Owned, Shards, is_dense
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.units import plural, quote
@@ -391,7 +391,22 @@ def _problem(
     if optimizer_class not in ELEMENTWISE:
         reason = _NOT.get(name, "is not known to update every number by itself")
         return f"{name} {reason}, and a rank has only rows of parameters: expected one of {_names()}"
-    return model._cannot_shard or _problem_with_parameters(Parameters(model), groups)
+    return _cannot_shard(model) or _problem_with_parameters(Parameters(model), groups)
+
+
+def _cannot_shard(model: DistributedDataParallel) -> str:
+    """Say why no sharded optimizer can have a model's gradients; empty where one can."""
+    if absent := missing():
+        return f"torch {torch.__version__} lacks {', '.join(absent)}"
+    if model._shards is not None:
+        return "the model has a sharded optimizer already, and a parameter can have one only"
+    if model._wire is not None:
+        return f"wire={model._wire!r} and a sharded optimizer each say how gradients travel: leave one out"
+    if model._comm_hooks or model._builtin_hook is not None:
+        return "a communication hook says how gradients travel, and so does a sharded optimizer: leave one out"
+    if getattr(model, "mixed_precision", None) is not None:
+        return "mixed_precision says itself what parameters and gradients are (autocast is fine)"
+    return cannot_hold(model)
 
 
 def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> str:
