@@ -31,6 +31,7 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.timeline import sharded_lower_bound_s
 
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+BLOCKS = ("Bottleneck", "Inception", "_DenseLayer", "EncoderBlock", "BertLayer")  # what FSDP2 is wrapped by
 MOST_STEPS = 1000  # in which a tuner settles
 
 
@@ -99,9 +100,8 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
         work = workload(options, device)
         for part in work.model.modules():
-            if isinstance(part, nn.ModuleList):
-                for block in part:
-                    fully_shard(block)
+            if type(part).__name__ in BLOCKS:
+                fully_shard(part)
         fully_shard(work.model)
         steps["fsdp2"] = stepper(work, work.model, torch.optim.SGD(work.model.parameters(), **SGD))
     for step in steps.values():

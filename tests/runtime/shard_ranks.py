@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mgwfbp.runtime.rows
-from mgwfbp import DistributedDataParallel, MgwfbpError, ShardedOptimizer
+from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError, ShardedOptimizer
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, Strided, make_plan
 
@@ -92,8 +92,15 @@ class Way:
     autocast: bool = False
     scaler: bool = False
     plain: bool = False  # without a plan or tuning
+    gathered: float = 1.0  # the share of messages whose parameters a plan gathers; the others are all-reduced
     schedule: bool = False
     between: Callable[[nn.Module, Any, int], Any] = lambda *_: None  # what is done after a step, and what it found
+
+
+def gathering(plan: MergePlan, share: float) -> MergePlan:
+    """The plan with so large a share of its messages sharded, at equal distances."""
+    places = range(plan.num_groups)
+    return replace(plan, gathers=tuple(plan.groups[n] for n in places if int((n + 1) * share) > int(n * share))[::-1])
 
 
 def params_of(module: nn.Module, way: Way) -> Any:
@@ -123,9 +130,10 @@ def train(way: Way, *, sharded: bool, tune: bool = False, steps: int = STEPS) ->
     model: Any
     if sharded:
         given: dict[str, Any] = {"tune_steps": 60} if tune else {"plan": make_plan(module, 4)}
-        given = {"tune": False} if way.plain else given
+        given = {"tune": False} if way.plain or way.gathered < 1 else given
         model = DistributedDataParallel(module, **given, **way.ddp)
-        optimizer: Any = ShardedOptimizer(model, way.optimizer, params_of(module, way), **way.options)
+        plan = gathering(make_plan(module, 4), way.gathered) if way.gathered < 1 else None
+        optimizer: Any = ShardedOptimizer(model, way.optimizer, params_of(module, way), plan=plan, **way.options)
     else:
         model = StockDdp(module, **way.ddp)
         optimizer = way.optimizer(params_of(module, way), **way.options)
@@ -215,6 +223,16 @@ MODES: dict[str, Way] = {
     "scaler": Way(scaler=True),
     "not tuned": Way(plain=True),
     "no buffers sent": Way(ddp={"broadcast_buffers": False}),
+    "half all-reduced": Way(optim.AdamW, {"lr": 0.01}, gathered=0.5, groups=True, schedule=True),
+    "half all-reduced, clipping": Way(optim.Adam, {"lr": 0.01}, gathered=0.5, clip=0.1, accumulate=2),
+    "half all-reduced, views": Way(gathered=0.5, clip=0.01, norm_type=1.0, ddp={"gradient_as_bucket_view": True}),
+    "half all-reduced, scaler": Way(gathered=0.5, scaler=True),
+    "half all-reduced, unused": Way(
+        gathered=0.5, model=lambda: Shared(unused=True), ddp={"find_unused_parameters": True}
+    ),
+    "half all-reduced, channels last": Way(model=Channels, gathered=0.5),
+    "half all-reduced, strides": Way(model=Strided, options={"lr": 1e-4, "momentum": 0.9}, width=4, gathered=0.5),
+    "all all-reduced": Way(gathered=0.0),
 }
 
 
@@ -268,14 +286,18 @@ def planned() -> dict[str, Any]:
         model(torch.randn(5, 6, generator=data)).square().mean().backward()
         optimizer.step()
     other = replace(plan, gathers=gathers_of(module, 8 + dist.get_rank()))
-    some = replace(plan, gathers=tuple(group for group in plan.groups[1:]))
+    some = DistributedDataParallel(Mlp())
+    kept = ShardedOptimizer(some, optim.SGD, plan=gathering(plan, 0.5), lr=0.1)
+    whole = {one.name for one in kept._owned.values() if one.row.numel() == one.parameter.numel()}
     return {
         "difference": difference([one.detach() for one in module.parameters()], expected),
         "gathers": optimizer.gathers == plan.gathers,
         "groups": model.plan is not None and model.plan.groups == plan.groups,
         "tuning": model.tuning.reason,
         "differ": told(lambda: ShardedOptimizer(DistributedDataParallel(Mlp()), optim.SGD, plan=other, lr=0.1)),
-        "some": told(lambda: ShardedOptimizer(DistributedDataParallel(Mlp()), optim.SGD, plan=some, lr=0.1)),
+        "whole": whole == set(plan.layer_names).difference(*kept.gathers) and 0 < len(whole) < len(plan.layer_names),
+        "mixed": told(lambda: some.replan(make_plan(module, 1))),
+        "torch's": told(lambda: some.replan(None)),
         "alone": told(lambda: DistributedDataParallel(Mlp(), plan=plan)),
     }
 
@@ -395,7 +417,11 @@ def delays() -> dict[str, Any]:
 
 def states() -> dict[str, Any]:
     """The whole state is the plain optimizer's, and either can go on with the other's."""
-    way = Way(optim.AdamW, {"lr": 0.01}, groups=True, model=Channels)
+    return {"all": states_of(1.0), "half": states_of(0.5)}
+
+
+def states_of(gathered: float) -> dict[str, Any]:
+    way = Way(optim.AdamW, {"lr": 0.01}, groups=True, model=Channels, gathered=gathered)
     half, rest = STEPS // 2, 5
     _, _, (_, plain) = train(way, sharded=False, steps=half)
     _, _, (model, ours) = train(way, sharded=True, steps=half)
@@ -436,13 +462,18 @@ def states() -> dict[str, Any]:
     }
 
 
+CHECKPOINTED = {
+    **{name: OPTIMIZERS[name] for name in ("momentum", "AdamW", "Rprop")},
+    "half": Way(optim.AdamW, {"lr": 0.01}, gathered=0.5),
+}
+
+
 def checkpointed() -> dict[str, Any]:
     """Save rows, and go on from them; nothing where torch has no public DTensor."""
     if not hasattr(torch.distributed.tensor, "DTensor"):
         return {}
     found = {}
-    for name in ("momentum", "AdamW", "Rprop"):
-        way = OPTIMIZERS[name]
+    for name, way in CHECKPOINTED.items():
         _, _, (model, optimizer) = train(way, sharded=True, steps=6)
         folder = Path(sys.argv[1]) / f"checkpoint {name}"
         saved = {"optimizer": optimizer.sharded_state_dict(), "model": model.module.state_dict()}
@@ -472,8 +503,8 @@ def differing(expected: dict[int, Any], found: dict[int, Any]) -> list[tuple[int
 
 
 def load_checkpoint(name: str, folder: Path) -> dict[str, Any]:
-    """Make a new model and optimizer go on from what was saved."""
-    way = OPTIMIZERS[name]
+    """Make a new model and optimizer, which shards all, go on from what was saved."""
+    way = CHECKPOINTED[name]
     torch.manual_seed(99)
     module = way.model()
     model = DistributedDataParallel(module, plan=make_plan(module, 6))

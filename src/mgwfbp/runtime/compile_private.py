@@ -31,13 +31,13 @@ _UNCUT = "the compiled graph is not cut by the plan, so that its gradients come 
 _NEEDED = ("add_param", "add_param_args")
 
 
-def runs_graphs(model: nn.Module) -> bool:
-    """Say whether a compiled or scripted graph may be run in a model, which does not ask modules for parameters."""
+def runs_graphs(modules: Sequence[nn.Module]) -> bool:
+    """Say whether one of these is compiled or scripted, so that its graph does not ask modules for parameters."""
     return torch.compiler.is_compiling() or any(
         getattr(one, "_compiled_call_impl", None) is not None
         or isinstance(one, torch.jit.ScriptModule)
         or type(one).__name__ == "OptimizedModule"
-        for one in model.modules()
+        for one in modules
     )
 
 
@@ -120,6 +120,7 @@ def _following(optimizer: Any) -> type:
             if self._ddp is None:
                 return super().compile_fn(gm, example_inputs, *args, **kwargs)
             self._ddp.is_compiled = True
+            self._ddp.synchronize()  # the graph runs next, and does not ask modules for parameters
             groups = _parameter_groups(self._ddp)
             if groups is not None and (absent := missing()):
                 warnings.warn(f"{_UNCUT}: torch {torch.__version__} lacks {absent[0]}", RuntimeWarning, stacklevel=2)

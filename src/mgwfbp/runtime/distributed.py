@@ -330,7 +330,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "the plan cannot be changed before the backward pass has ended, and it has not: some parameters "
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
-            return None if plan is None else _prepare(plan, handle, self._wire)
+            found = None if plan is None else _prepare(plan, handle, self._wire)
+            if self._shards is not None:
+                self._shards.check(handle.torchs_groups if found is None else found.groups)
+            return found
 
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             agreed = agree_on_plan(prepare, self.process_group)
@@ -364,8 +367,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, observer, drift = self._handle, self._observer, self._drift
-        if self._shards is not None and self._shards.pending and (self.is_compiled or runs_graphs(self)):
-            self._shards.finish_all()
+        shards = self._shards
+        if shards is not None and shards.pending and (self.is_compiled or runs_graphs(shards.modules)):
+            shards.finish_all()
         if handle is not None and handle.is_due:
             handle.before_forward()
         if observer is not None and torch.is_grad_enabled():

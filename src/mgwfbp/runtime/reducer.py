@@ -344,6 +344,11 @@ class ReducerHandle(Parameters):
         )
         self.set_buckets(self._torchs)
 
+    @property
+    def torchs_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The buckets, by name, that a model with a sharded optimizer had before it, and gets where none are given."""
+        return self.groups_of(self._torchs)
+
     def _expected(self) -> Buckets:
         """Return the buckets that torch would make if gradients were ready in the opposite order of definition."""
         first, cap = _c10d._DEFAULT_FIRST_BUCKET_BYTES, self.ddp.bucket_bytes_cap

@@ -5,7 +5,8 @@ The memory of every parameter is cut into as many rows as there are ranks, the l
 one row of each: it alone gets that row of the averaged gradient, has the optimizer's state for it and updates it. In a
 message the rows of all its tensors for one rank lie together, so that one reduce-scatter or all-gather carries it.
 Which tensors share a message has no part in who owns what: messages of either kind may be grouped in any way, and
-otherwise from one step to the next, and no state moves.
+otherwise from one step to the next, and no state moves. A plan may also have messages that are all-reduced: every rank
+owns all of their parameters from the start, and updates them as torch's DDP would.
 
 [Note: nothing is read too early]
 `Shards.gather` begins all all-gathers, into memory of their own, and returns. A parameter gets what was gathered when
@@ -29,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mgwfbp.errors import ShardError
+from mgwfbp.errors import PlanError, ShardError
 from mgwfbp.runtime.channel import Channel, Tensors, all_gather, reduce_scatter, work_of
 from mgwfbp.runtime.stand_ins import MessageGroup
+from mgwfbp.units import quote
 
 __all__ = ["Guarded", "Owned", "Rows", "ShardGroup", "Shards", "is_dense"]
 
@@ -86,26 +88,17 @@ class Rows:
                 columns[full, : tensor.numel() - full * length].copy_(tensor[full * length :])
         return into
 
-    def pack_own(self, own: Sequence[Tensor]) -> Tensor:
-        """Return one row, of one rank's part of each tensor."""
-        missing = [length - part.numel() for length, part in zip(self.lengths, own, strict=True)]
-        return torch.cat(
-            [
-                torch.nn.functional.pad(part, (0, count)) if count else part
-                for part, count in zip(own, missing, strict=True)
-            ]
-        )
+    def padded(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return what one row is to be concatenated of: one rank's part of each tensor, and zeros behind short ones."""
+        found = []
+        for part, length in zip(own, self.lengths, strict=True):
+            found.append(part)
+            if part.numel() < length:
+                found.append(part.new_zeros(length - part.numel()))
+        return found
 
     def unpack(self, rows: Tensor, into: Sequence[Tensor]) -> None:
-        """Write a message back into flat tensors."""
-        if not rows.is_cuda:
-            for tensor, columns in zip(into, rows.split(self.lengths, dim=1), strict=True):
-                length, full = columns.shape[1], tensor.numel() // max(1, columns.shape[1])
-                tensor[: full * length].view(full, length).copy_(columns[:full])
-                if full < self._world:
-                    tensor[full * length :].copy_(columns[full, : tensor.numel() - full * length])
-            return
-        # With one kernel, into tensors themselves where they fill their rows.
+        """Write a message back into flat tensors; on a GPU one kernel fills those that fill their rows."""
         whole = [
             tensor.view(self._world, length) if fits else tensor.new_empty(self._world, length)
             for tensor, length, fits in zip(into, self.lengths, self._fits, strict=True)
@@ -117,10 +110,10 @@ class Rows:
 
 
 class Owned:
-    """A parameter and the row of it that this rank owns."""
+    """A parameter and the row of it that this rank owns: with a ``world`` of 1 all of it."""
 
     def __init__(self, name: str, parameter: nn.Parameter, rank: int, world: int) -> None:
-        self.name, self.parameter = name, parameter
+        self.name, self.parameter, self.is_whole = name, parameter, world == 1
         self.memory = memory_of(parameter)
         length = -(-parameter.numel() // world)
         self._part = slice(rank * length, (rank + 1) * length)
@@ -131,6 +124,11 @@ class Owned:
         """Return this rank's row of a tensor that has the parameter's shape, as a flat tensor."""
         return memory_of(self._laid_out(tensor.dtype).copy_(tensor))[self._part].clone()
 
+    def in_memory(self, grad: Tensor) -> Tensor:
+        """Return a gradient's numbers in the order of the parameter's, as a view where they have it."""
+        is_alike = grad.stride() == self.parameter.stride()
+        return memory_of(grad if is_alike else self._laid_out(grad.dtype).copy_(grad))
+
     def _laid_out(self, dtype: torch.dtype) -> Tensor:
         """Return an empty tensor that lies in memory as the parameter does."""
         own = self.parameter
@@ -138,11 +136,12 @@ class Owned:
 
     def whole(self, part: Tensor, group: Any) -> Tensor:
         """Return what the rows of all ranks make up, in the parameter's shape. All ranks must call it."""
-        rows = Rows([self.parameter.numel()], dist.get_world_size(group))
-        gathered = part.new_empty(dist.get_world_size(group), rows.length)
-        dist.all_gather_into_tensor(gathered.flatten(), rows.pack_own([part.contiguous()]), group=group)
-        found = self._laid_out(part.dtype)
-        memory_of(found).copy_(gathered.flatten()[: found.numel()])
+        found, numbers = self._laid_out(part.dtype), part
+        if not self.is_whole:
+            rows = Rows([self.parameter.numel()], dist.get_world_size(group))
+            numbers = part.new_empty(dist.get_world_size(group) * rows.length)
+            dist.all_gather_into_tensor(numbers, torch.cat(rows.padded([part])), group=group)
+        memory_of(found).copy_(numbers[: found.numel()])
         return found
 
     @property
@@ -174,9 +173,10 @@ class SpreadGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            spread, found, *scale = args
-            func([one.row.grad for one in spread], found, *scale)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=spread[0].group)
+            grads, found, *scale = args
+            func([one.row.grad if isinstance(one, cls) else one for one in grads], found, *scale)
+            group = next(one.group for one in grads if isinstance(one, cls))
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
             return None
         name = next(one.of for one in _tensors(args) if isinstance(one, cls))
         raise ShardError(
@@ -199,12 +199,15 @@ def _tensors(values: Any) -> Iterator[Any]:
             yield one
 
 
-@dataclass(frozen=True)
 class _Message:
-    """What travels together, in either direction."""
+    """What travels together, in either direction. What can be found once is: some models have a thousand parameters."""
 
-    owned: Sequence[Owned]
-    layout: Rows
+    def __init__(self, owned: Sequence[Owned], group: Any) -> None:
+        self.owned, self.is_whole = owned, all(one.is_whole for one in owned)
+        self.memory = [one.memory for one in owned]
+        self.layout = Rows([memory.numel() for memory in self.memory], dist.get_world_size(group))
+        self.own = self.layout.padded([one.row.detach() for one in owned])
+        self.spread = [SpreadGradient(one, group) for one in owned]
 
 
 @dataclass(frozen=True)
@@ -230,15 +233,34 @@ class Shards:
         self._reduces = Channel(group, device)
         self._gathers = self._reduces if gather_group is None else Channel(gather_group, device)
         self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
-        self._arrived: list[tuple[_Message, Tensor, Tensors]] = []  # of the reduction that is under way
+        # Of the reduction that is under way; None for what was all-reduced.
+        self._arrived: list[tuple[_Message, tuple[Tensor, Tensors] | None]] = []
         self._futures: list[Tensors] = []  # of the gradients that rows have now
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
+        self.modules: list[nn.Module] = []  # whose parameters are guarded
         self._lock = threading.RLock()
 
-    def reduce(self, places: Sequence[int], message: Tensor) -> Any:
-        """Bring the rows of a bucket's gradients to their owners; return what the Reducer waits for."""
+    def check(self, groups: Sequence[Sequence[str]]) -> None:
+        """Raise where a message holds what all ranks update, and also what each updates a row of."""
+        is_whole = {one.name: one.is_whole for one in self.owned}
+        for number, group in enumerate(groups):
+            others = [name for name in group if is_whole[name] != is_whole[group[0]]]
+            if others:
+                raise PlanError(
+                    f"message {number} holds {quote(group[0])} and {quote(others[0])}, and the plan of the sharded "
+                    "optimizer all-reduces one of them and shards the other: part them"
+                )
+
+    def reduce(self, places: Sequence[int], message: Tensor, all_reduce: Callable[[], Any]) -> Any:
+        """Bring the rows of a bucket's gradients to their owners; return what the Reducer waits for.
+
+        ``all_reduce`` sends those of which every rank owns all.
+        """
         known = self._message_of(places)
         layout = known.layout
+        if known.is_whole:
+            self._arrived.append((known, None))
+            return all_reduce()
         if sum(layout.counts) != message.numel():
             raise ShardError(
                 f"a bucket has {message.numel()} numbers, expected {sum(layout.counts)}: please report this"
@@ -250,27 +272,30 @@ class Shards:
             reduce_scatter(layout.pack(message.split(layout.counts), rows), own, received, channel.group)
 
         future = self._reduces.send(job, [message])
-        self._arrived.append((known, own, future))
+        self._arrived.append((known, (own, future)))
         return work_of(future)
 
     def _message_of(self, places: Sequence[int]) -> "_Message":
         key = tuple(places)
         if key not in self._layouts:
-            owned = [self.owned[place] for place in key]
-            self._layouts[key] = _Message(owned, Rows([one.memory.numel() for one in owned], self._world))
+            self._layouts[key] = _Message([self.owned[place] for place in key], self._group)
         return self._layouts[key]
 
     def hand_out(self) -> None:
         """Give each row its gradient, once the Reducer has ended; a parameter that nobody used has none."""
         arrived, self._arrived, self._futures = self._arrived, [], []
-        for message, own, future in arrived:
+        for message, sharded in arrived:
+            if sharded is None:
+                continue
+            own, future = sharded
             self._futures.append(future)
-            for one, part in zip(message.owned, own.split(message.layout.lengths), strict=True):
+            parts = own.split(message.layout.lengths)
+            for one, spread, part in zip(message.owned, message.spread, parts, strict=True):
                 if one.parameter.grad is None:
                     one.row.grad = None
                     continue
-                one.row.grad = part[: one.row.numel()]
-                one.parameter.grad = SpreadGradient(one, self._group)
+                one.row.grad = part if part.numel() == one.row.numel() else part[: one.row.numel()]
+                one.parameter.grad = spread
 
     @property
     def num_arrived(self) -> int:
@@ -286,6 +311,8 @@ class Shards:
             grad = one.parameter.grad
             if grad is None:
                 one.row.grad = None
+            elif one.is_whole:
+                one.row.grad = one.in_memory(grad)
             elif not isinstance(grad, SpreadGradient):
                 raise ShardError(
                     f"the gradient of {one.name} was not averaged by the model's backward pass: run the last one "
@@ -297,7 +324,9 @@ class Shards:
         self.finish_all()
         for places in groups:
             message = self._message_of(places)
-            own = message.layout.pack_own([one.row.detach() for one in message.owned])
+            if message.is_whole:
+                continue
+            own = torch.cat(message.own)
             rows = own.new_empty(self._world, message.layout.length)
 
             def job(rows: Tensor = rows, own: Tensor = own) -> None:
@@ -315,10 +344,9 @@ class Shards:
             gather.arrives.wait()
             if gather.rows.is_cuda:
                 gather.rows.record_stream(torch.cuda.current_stream(gather.rows.device))
-            owned = gather.message.owned
             with torch.no_grad():
-                gather.message.layout.unpack(gather.rows, [one.memory for one in owned])
-            for one in owned:
+                gather.message.layout.unpack(gather.rows, gather.message.memory)
+            for one in gather.message.owned:
                 del self.pending[id(one.parameter)]
 
     def finish_all(self) -> None:
@@ -331,7 +359,8 @@ class Shards:
     def guard(self, module: nn.Module) -> None:
         """See to it that nobody gets a parameter of a module, or of a module in it, before it is finished."""
         own = {id(one.parameter) for one in self.owned}
-        for one in module.modules():
+        self.modules = list(module.modules())
+        for one in self.modules:
             elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
             held = [found for found in _tensors(elsewhere) if id(found) in own]
             hooks = one._forward_pre_hooks
@@ -431,10 +460,10 @@ class ShardGroup(MessageGroup):
         """Expect these buckets in later steps; between two steps."""
         self._buckets = buckets
 
-    def send_message(self, tensors: list[Tensor], *_: Any) -> Any:
+    def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send a message to the owners of its rows."""
         place = self._shards.num_arrived
-        work = self._shards.reduce(self._buckets[place], tensors[0])
+        work = self._shards.reduce(self._buckets[place], tensors[0], lambda: self.group.allreduce(tensors, *options))
         if place + 1 == len(self._buckets):
             self._when_ended(self._shards.hand_out)
         return work

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from mgwfbp.errors import PlanError, ShardError
+from mgwfbp.errors import ShardError
 from mgwfbp.measure.agreement import agree_on_plan, broadcast_text, first_problem, on_device
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.sharded import plan_gathers
@@ -20,7 +20,7 @@ from mgwfbp.runtime.kinds import Kind, check_kinds, kinds_of, split_by_kind
 from mgwfbp.runtime.reducer import Buckets, Parameters, cannot_hold, missing
 from mgwfbp.runtime.rows import Owned, Shards, is_dense
 from mgwfbp.runtime.tuning import Tuning
-from mgwfbp.units import plural, quote
+from mgwfbp.units import quote
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
 
@@ -70,9 +70,10 @@ class ShardedOptimizer(optim.Optimizer):
         params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
             model where it is not given.
         plan: a `MergePlan` with gathers or the path of one (``mgwfbp plan --engine sharded``): which gradients, and
-            which parameters, travel together. Without it gradients travel in the model's buckets, which its tuner
-            changes, and parameters in groups that are planned with what the tuner has learnt; until then in the
-            buckets' groups.
+            which parameters, travel together. Messages whose parameters it does not gather are all-reduced, and every
+            rank updates all of these parameters and has all of their state. Without a plan gradients travel in the
+            model's buckets, which its tuner changes, and parameters in groups that are planned with what the tuner has
+            learnt; until then in the buckets' groups.
         **defaults: what the class takes.
 
     Raises:
@@ -97,20 +98,22 @@ class ShardedOptimizer(optim.Optimizer):
         if failed is not None:
             raise ShardError(f"rank {failed[0]}: {failed[1]}")
         self._model = model
-        own = Parameters(model)
+        own = self._own = Parameters(model)
+        given = self._agree_on(plan)
         rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
-        named = zip(own.names, own.parameters, strict=True)
-        owned = [Owned(name, one, rank, world) for name, one in named]
+        shared = set() if given is None else set(given.layer_names).difference(*given.gathers)
+        owned = [
+            Owned(name, one, 0, 1) if name in shared else Owned(name, one, rank, world)
+            for name, one in zip(own.names, own.parameters, strict=True)
+        ]
         self._owned = {id(one.parameter): one for one in owned}
         rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
         self._options = defaults
         self._inner = optimizer_class(rows, **defaults)
         super().__init__(groups, self._inner.defaults)
         self._pull()
-        self._own = own
         self._gathers: Buckets | None = None  # None: in the groups of the buckets
         self._planned_with: Tuning | None = None
-        given = self._agree_on(plan)
         self._shards = Shards(owned, model.process_group, _gather_group(model))
         model._shard_with(self._shards)
         if given is not None:
@@ -126,14 +129,10 @@ class ShardedOptimizer(optim.Optimizer):
             if plan is None:
                 return None
             loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
-            if not all(loaded.sharded):
-                raise PlanError(
-                    f"{plural(loaded.sharded.count(False), 'message')} of the plan would be all-reduced, and a sharded "
-                    "optimizer can only reduce-scatter all of them so far: give a plan that gathers all parameters"
-                )
-            loaded.check_covers(self._own.names, what="the model")
             check_kinds(replace(loaded, gathers=()), self._kinds)
-            check_kinds(replace(loaded, groups=loaded.gathers, gathers=()), self._kinds)
+            if loaded.gathers:
+                gathered = {name: self._kinds[name] for group in loaded.gathers for name in group}
+                check_kinds(replace(loaded, groups=loaded.gathers, gathers=()), gathered)
             return loaded
 
         with on_device(self._model.device):
@@ -226,9 +225,9 @@ class ShardedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they become None in either case, for no rank has one to set to 0."""
         del set_to_none
-        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
-            parameter.grad = None
-        self._inner.zero_grad()
+        for group in (*self.param_groups, *self._inner.param_groups):
+            for parameter in group["params"]:
+                parameter.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -250,7 +249,12 @@ class ShardedOptimizer(optim.Optimizer):
         norm_type = float(norm_type)
         is_largest = norm_type == float("inf")
         group, device = self._model.process_group, next(iter(self._owned.values())).memory.device
-        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads if grad.numel()]
+        counts_all = dist.get_rank(group) == 0  # what every rank has is counted once
+        norms = [
+            torch.linalg.vector_norm(one.row.grad, norm_type, dtype=torch.float64)
+            for one in self._owned.values()
+            if one.row.grad is not None and one.row.numel() and (counts_all or not one.is_whole)
+        ]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         if is_largest:
             total = torch.stack([zero, *norms]).max()
@@ -322,7 +326,7 @@ class ShardedOptimizer(optim.Optimizer):
             size = torch.Size([owned.memory.numel()])
             state[owned.name] = {
                 key: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
-                if key in keys
+                if key in keys and not owned.is_whole
                 else value
                 for key, value in states.get(owned.row, {}).items()
             }
