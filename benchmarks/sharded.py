@@ -4,8 +4,10 @@
     mgwfbp lab --hosts 4 --rate 10gbit -- python benchmarks/sharded.py --device cuda --model resnet50 --batch-size 64
 
 Every way has a model of its own and takes whole steps with SGD and momentum: forward and backward pass, and the update.
-Tuners work until they have settled. With ``--fsdp`` also torch's FSDP2, wrapped by block. *Predicted* is what the trace
-and the costs that the tuners have learnt give (the update is not in it), and so is the bound. Prints Markdown.
+Tuners work until they have settled. *Per group* is the plan that may all-reduce some messages, made with what both
+tuners have learnt; it is a way of its own where it does. With ``--fsdp`` also torch's FSDP2, wrapped by block.
+*Predicted* is what the trace and the costs that the tuners have learnt give (the update is not in it), and so is the
+bound. Prints Markdown.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cli.workers import process_group
 from mgwfbp.cost import ShardedCost
 from mgwfbp.measure.workload import Workload, build_workload, default_loss, run_to_loss
-from mgwfbp.plan import MergePlan
+from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.timeline import sharded_lower_bound_s
 
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
@@ -93,8 +95,17 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
             if model.tuning.state != "working":
                 break
             steps[name]()
-        tuned[name] = (model, optimizer)
+        tuned[name] = model
         tell(f"{name}: {model.tuning}")
+    plans = {name: model.plan for name, model in tuned.items()}
+    trace, cost = learnt(tuned)
+    if cost is not None:
+        plans["per group"] = plan_sharded(trace, cost)
+        if not all(plans["per group"].sharded):
+            work = workload(options, device)
+            model = DistributedDataParallel(work.model, tune=False)
+            optimizer = ShardedOptimizer(model, torch.optim.SGD, plan=plans["per group"], **SGD)
+            steps["per group"] = stepper(work, model, optimizer)
     if options.fsdp:
         from torch.distributed.fsdp import fully_shard
 
@@ -114,26 +125,25 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
         "turns_s": turns_s,
-        "predicted_s": predictions(tuned),
-        "messages": {name: model.plan.num_groups for name, (model, _) in tuned.items()},
-        "gathers": len(tuned["sharded"][1].gathers),
-        "tuning": {name: str(model.tuning) for name, (model, _) in tuned.items()},
+        "predicted_s": {} if cost is None else predictions(trace, cost, plans),
+        "messages": {name: (plan.num_groups, plan.sharded.count(False)) for name, plan in plans.items()},
+        "gathers": {name: len(plan.gathers) for name, plan in plans.items()},
+        "tuning": {name: str(model.tuning) for name, model in tuned.items()},
     }
 
 
-def predictions(tuned: dict[str, Any]) -> dict[str, float]:
+def learnt(tuned: dict[str, Any]) -> tuple[Any, ShardedCost | None]:
+    """What both tuners have learnt of the model, and of all-reduces and their halves."""
+    plain, sharded = tuned["auto"].tuning, tuned["sharded"].tuning
+    if plain.cost is None or sharded.gathering is None:
+        return None, None
+    return sharded.trace, ShardedCost(plain.cost, sharded.cost, sharded.gathering.cost)
+
+
+def predictions(trace: Any, cost: ShardedCost, plans: dict[str, Any]) -> dict[str, float]:
     """What the model says of a step, and what it says no order of messages can undercut."""
-    (plain, _), (model, optimizer) = tuned["auto"], tuned["sharded"]
-    if plain.tuning.cost is None or model.tuning.cost is None:
-        return {}
-    cost = ShardedCost(plain.tuning.cost, model.tuning.cost, model.tuning.cost)
-    trace = plain.tuning.trace
-    plan = MergePlan(trace.model, "sharded", model.plan.groups, gathers=optimizer.gathers)
-    return {
-        "auto": predict(trace, plain.tuning.cost, plain.plan).iteration_s,
-        "sharded": predict(trace, cost, plan).iteration_s,
-        "bound": sharded_lower_bound_s(trace, cost),
-    }
+    found = {name: predict(trace, cost, plan).iteration_s for name, plan in plans.items()}
+    return {**found, "bound": sharded_lower_bound_s(trace, cost)}
 
 
 def show(found: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "load_cost",
     "low_precision_cost",
     "sharded_cost",
+    "sharded_of",
     "taken_by",
 ]
 
@@ -336,6 +337,20 @@ class ShardedCost:
     def taken_per_byte_s(self) -> float:
         """And for each of its bytes."""
         return self.all_reduce.taken_per_byte_s
+
+
+def sharded_of(reduce_scatter: PiecewiseCost, all_gather: PiecewiseCost) -> ShardedCost:
+    """Return the cost of the two halves, and of an all-reduce that takes as long as both together.
+
+    >>> half = PiecewiseCost(2, ((1, 1.0), (9, 2.0)), taken_s=0.5)
+    >>> sharded_of(half, half)(9), sharded_of(half, half).taken_s
+    (4.0, 0.5)
+    """
+    sizes = sorted({size for cost in (reduce_scatter, all_gather) for size, _ in cost.points})
+    points = tuple((size, reduce_scatter(size) + all_gather(size)) for size in sizes)
+    taken_per_byte_s = reduce_scatter.taken_per_byte_s + all_gather.taken_per_byte_s
+    both = replace(reduce_scatter, points=points, taken_per_byte_s=taken_per_byte_s)
+    return ShardedCost(both, reduce_scatter, all_gather)
 
 
 def sharded_cost(cost: Cost) -> tuple[Cost, Cost]:

@@ -261,7 +261,10 @@ def tuned() -> dict[str, Any]:
         "difference": difference(got, expected),
         "tuning": (model.tuning.state, model.tuning.reason),
         "tried": len(tried),
-        "gathers": (len(optimizer.gathers), optimizer._planned_with is not None),
+        "gathering": model.tuning.gathering is not None and model.tuning.gathering.to_json(),
+        "words": str(model.tuning),
+        "forward": [layer.forward_s for layer in model.tuning.trace.layers] if model.tuning.trace else [],
+        "planned": model.plan.gathers == optimizer.gathers,
         "same": sorted(name for group in optimizer.gathers for name in group)
         == sorted(name for name, _ in model.module.named_parameters()),
         "state": sum(states) / sum(one.numel() for one in model.parameters()),

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, MergePlan, load_network, load_trace, predict
-from mgwfbp.cost import WireCost
+from mgwfbp.cost import WireCost, sharded_cost
 from mgwfbp.planners import plan_optimal, plan_wire
+from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, compare, t_quantile, two_sizes
 from mgwfbp.runtime.learn import AgreedSteps, Seen
 from mgwfbp.runtime.tuning import Candidate, Comparison
@@ -86,6 +87,34 @@ def test_a_plan_in_force_that_sends_in_low_precision_takes_part_when_it_is_looke
     again = tune_in(world, in_force=before, wire="bfloat16")
     assert again.candidates[0].plan.wire
     assert world.truth(again.candidates[0].plan).iteration_s <= 1.01 * world.truth(before).iteration_s
+
+
+@pytest.mark.parametrize(
+    ("network", "model"),
+    [("10gbe", "resnet50-h200-b32"), ("10gbe", "googlenet-h200-b64"), ("25gbe", "densenet201-h200-b32")],
+)
+def test_groups_of_gathers_are_planned_with_what_was_seen_of_them_and_kept_only_where_they_are_faster(
+    network: str, model: str
+) -> None:
+    world = replace(quiet(network, 4, model), is_sharded=True)
+    verdict = tune_in(world)
+    chosen, found = verdict.candidates[0], verdict.gathering
+    assert found is not None
+    reduce_scatter, all_gather = sharded_cost(world.cost)
+    for size in (10**6, 10**7):
+        assert found.cost(size) == pytest.approx(all_gather(size), rel=0.15)
+        assert verdict.cost(size) == pytest.approx(reduce_scatter(size), rel=0.15)
+    assert verdict.trace.forward_s == pytest.approx(world.trace.forward_s, rel=0.01)  # without waits
+    kept_s = world.truth(chosen.plan).iteration_s
+    assert kept_s <= 1.005 * world.truth(replace(chosen.plan, gathers=())).iteration_s
+    assert kept_s <= 1.01 * world.truth(plan_sharded(world.trace, world.cost)).iteration_s
+    assert chosen.predicted_s == pytest.approx(kept_s, rel=0.03)
+    plain = replace(world, is_sharded=False)
+    assert found.all_reduced_s == pytest.approx(
+        plain.truth(plan_optimal(world.trace, world.cost)).iteration_s, rel=0.03
+    )
+    again = tune_in(world, in_force=chosen.plan)
+    assert world.truth(again.candidates[0].plan).iteration_s <= 1.005 * kept_s
 
 
 @pytest.mark.parametrize("seed", range(20))

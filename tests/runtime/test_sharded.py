@@ -104,7 +104,10 @@ def test_the_tuner_changes_buckets_and_no_state_moves(two: list[Any]) -> None:
         assert found["tuning"][0] == "settled", found["tuning"]
         assert found["tried"] > 1
         assert found["difference"] == 0.0
-        assert found["gathers"][1]
+        assert found["gathering"]["all_reduced_s"] > 0
+        assert found["planned"]
+        assert None not in found["forward"]
+        assert "with plain all-reduces a step is predicted to take" in found["words"]
         assert found["same"]
         assert found["state"] == pytest.approx(2 / 2, rel=0.05)  # two averages, half of each
 

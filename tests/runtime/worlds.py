@@ -28,6 +28,7 @@ class World:
     batches: float = 0.0  # spread of the size of batches, log-normal
     spell_chance: float = 0.0  # that a slow spell begins with a step
     spell_slows: float = 1.2
+    is_sharded: bool = False  # messages are reduce-scatters, and parameters are gathered
     per_message_s: float = 0.0  # what each message takes from the computation, evenly over the backward pass
     steps: int = 0
     _spell_left: int = 0
@@ -45,6 +46,8 @@ class World:
 
     def truth(self, plan: MergePlan, batch: float = 1.0) -> Timeline:
         """Return a step as it really is, but for noise."""
+        if self.is_sharded and not plan.gathers:
+            plan = replace(plan, gathers=tuple(group[::-1] for group in reversed(plan.groups)))
         key = plan.messages
         if batch != 1.0 or key not in self._steps_of:
             trace = self.trace.scaled(batch)
@@ -68,12 +71,12 @@ class World:
     def answer(self, turn: Turn) -> Seen:
         """Run the steps of a turn."""
         plan = turn.plan
-        found: dict[str, list[_Step]] = {"plain": [], "gradients": [], "messages": []}
+        found: dict[str, list[_Step]] = {"plain": [], "gradients": [], "messages": [], "gathers": []}
         for note in turn.notes:
             step = self._step(plan)
             if note != "settle":
                 found[note].append(step)
-        return Seen(**{note: self._agreed(note, steps) for note, steps in found.items() if steps})
+        return Seen(**{note: self._agreed(note, steps, plan) for note, steps in found.items() if steps})
 
     def _step(self, plan: MergePlan) -> "_Step":
         self.steps += 1
@@ -88,7 +91,7 @@ class World:
         batch = self.rng.lognormvariate(0, self.batches) if self.batches else 1.0
         return _Step(self.truth(plan, batch), slow * whole * forward, slow * whole * backward)
 
-    def _agreed(self, note: str, steps: "list[_Step]") -> AgreedSteps:
+    def _agreed(self, note: str, steps: "list[_Step]", plan: MergePlan) -> AgreedSteps:
         order = {name: place for place, name in enumerate(self.gradients.names)}
 
         def ready(step: _Step) -> tuple[float, ...]:
@@ -99,10 +102,13 @@ class World:
 
         def taken(step: _Step) -> tuple[float, ...]:
             spread = 3 * self.noise
-            return tuple(
-                step.backward * message.duration_s * self.rng.lognormvariate(0, spread)
-                for message in step.timeline.messages
-            )
+            sent = step.timeline.gathers if note == "gathers" else step.timeline.messages
+            return tuple(step.backward * one.duration_s * self.rng.lognormvariate(0, spread) for one in sent)
+
+        layer_s = dict(zip(self.gradients.names, self.trace.layer_forward_s, strict=True))
+
+        def pieces(step: _Step) -> tuple[float, ...]:
+            return tuple(step.forward * sum(layer_s[name] for name in group) for group in plan.gathers)
 
         return AgreedSteps(
             forward_s=tuple(step.at(step.timeline.forward.end_s) for step in steps),
@@ -111,7 +117,8 @@ class World:
             length_s=tuple(step.at(step.timeline.iteration_s) for step in steps),
             exposed_s=tuple(step.backward * step.timeline.exposed_s for step in steps),
             ready_s=tuple(ready(step) for step in steps) if note == "gradients" else (),
-            message_s=tuple(taken(step) for step in steps) if note == "messages" else (),
+            message_s=tuple(taken(step) for step in steps) if note in ("messages", "gathers") else (),
+            pieces_s=tuple(pieces(step) for step in steps) if note == "gathers" else (),
         )
 
 
@@ -134,8 +141,9 @@ def tune_in(
 ) -> Verdict:
     """Let the tuner's script work in a world, where torch's buckets are in force or another plan is."""
     torchs, force = (world.default, in_force) if in_force else (None, world.default)
+    gathers = None if not world.is_sharded else in_force.gathers if in_force else ()
     script: Generator[Turn, Seen, Verdict] = decide(
-        world.gradients, world.cost.workers, force, lambda plan: plan, limits or Limits(), torchs, wire
+        world.gradients, world.cost.workers, force, lambda plan: plan, limits or Limits(), torchs, wire, gathers
     )
     try:
         turn = next(script)

@@ -98,7 +98,7 @@ def learn(
         known.learn(contender.plan, seen)
         if contender.wire is not None:  # whose messages are not those of the sweep
             continue
-        terms.append(_terms(contender, seen, known.gradients.sizes_of(contender.plan), recorded, swept))
+        terms.append(_terms(contender, seen, known.gradients.sizes_of(contender.plan.groups), recorded, swept))
     assert known is not None  # noqa: S101 - there is a contender
     # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
     known.messages_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in known.messages_s.items()}

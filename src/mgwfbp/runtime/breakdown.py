@@ -63,7 +63,7 @@ class NotedMessages:
         """
         groups = reducer.groups_of(reducer.buckets())
         plan = MergePlan(gradients.model, "ddp" if reducer.given is None else "plan in force", groups)
-        sizes, named = gradients.sizes_of(plan), zip(reducer.names, reducer.parameters, strict=True)
+        sizes, named = gradients.sizes_of(plan.groups), zip(reducer.names, reducer.parameters, strict=True)
         by_note = {note: [step for place, step in enumerate(observed) if note_of(place) == note] for note in NOTES[:3]}
         whole = [
             _shifted(step, max(0.0, length_s - step.end_s)) for step, length_s in zip(observed, lengths_s, strict=True)
@@ -81,7 +81,7 @@ class NotedMessages:
     @property
     def largest_bytes(self) -> int:
         """The largest message, but no less than can be swept."""
-        return max(8, *self.gradients.sizes_of(self.plan))
+        return max(8, *self.gradients.sizes_of(self.plan.groups))
 
     def predict(self, found: Explanation, seen: Seen, swept: PiecewiseCost, timeline: str) -> Explanation:
         """Add what other buckets would give; messages were ``swept`` on an idle network."""

@@ -20,6 +20,10 @@ Where messages may travel in low precision (``wire``), the last plan of 2 is run
 then both, messages and precision, are planned (`plan_wire`), observed, and planned again. These plans take part in 3;
 and of those within `PRECISION` of the fastest the one that sends the fewest bytes in low precision is kept.
 
+Where a sharded optimizer gathers parameters (``gathers``), that is tuned when the messages are chosen: what gathers
+take and when the forward pass needs each is observed, their groups are planned, and these take turns with the groups in
+force as in 3 and 4, in at most `GATHERS` of the steps again.
+
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
 does not change the forward pass: so the part of a step that goes with its forward pass is taken out of the comparison
 (a regression of logarithms over all steps), unless a plan did change the forward pass after all.
@@ -34,9 +38,10 @@ from statistics import fmean, median, stdev
 from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, plan_wire, planner_of
+from mgwfbp.planners.sharded import plan_gathers
 from mgwfbp.ranges import off_by, predict_range
 from mgwfbp.runtime.learn import AgreedSteps, Gradients, Known, Note, Seen
-from mgwfbp.runtime.tuning import Candidate, Comparison
+from mgwfbp.runtime.tuning import Candidate, Comparison, Gathering
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 
@@ -46,6 +51,7 @@ __all__ = ["BUCKET_MIB", "Limits", "Turn", "Verdict", "compare", "decide", "plan
 _ALL: tuple[Note, ...] = ("plain", "gradients", "messages")
 OBSERVE: tuple[Note, ...] = ("settle", *_ALL, *_ALL, *_ALL)
 OBSERVE_MESSAGES: tuple[Note, ...] = ("settle", "messages", "messages", "messages")
+OBSERVE_GATHERS: tuple[Note, ...] = ("settle", "gathers", "gathers", "gathers")
 GLANCE: tuple[Note, ...] = ("settle", "plain", "plain")
 LOOK: tuple[Note, ...] = ("settle", "plain", "plain", "plain")
 GLANCES = 3  # turns in which all candidates take part, whatever came of them
@@ -64,6 +70,8 @@ CONFIDENCE, DROPPED, FUTILE = 0.995, 0.99, 0.95
 FAR_BEHIND = 0.10
 # Less than this is not worth more turns.
 WORTH = 0.005
+# The part of the steps in which groups of gathers may be compared, besides.
+GATHERS = 0.25
 # Precision is given up only for more than this part of the step.
 PRECISION = 0.01
 # Forward passes that differ by less than this between plans, or by no more than so many standard errors, are the same.
@@ -99,6 +107,7 @@ class Verdict:
     cost: PiecewiseCost
     exposed_s: float  # with the chosen plan
     low_cost: PiecewiseCost | None = None  # of a message in low precision, where such were observed
+    gathering: Gathering | None = None  # where parameters are gathered
 
 
 def decide(
@@ -109,6 +118,7 @@ def decide(
     limits: Limits = Limits(),  # noqa: B008 - it is frozen
     torchs: MergePlan | None = None,
     wire: str | None = None,
+    gathers: tuple[tuple[str, ...], ...] | None = None,
 ) -> Generator[Turn, Seen, Verdict]:
     """Find the fastest plan; see [Note: how the tuner decides].
 
@@ -120,8 +130,10 @@ def decide(
         limits: how much may be spent.
         torchs: torch's own buckets, where those in force are others.
         wire: the precision in which messages may travel besides their own.
+        gathers: the groups in which a sharded optimizer gathers parameters; empty where they are the messages', the
+            last one first; None where there is none.
     """
-    in_force, default = default, replace(default, wire=())
+    in_force, default = default, replace(default, wire=(), gathers=())
     known = Known(gradients, workers)
     known.learn(default, (yield Turn(default, OBSERVE, "observing the buckets in force")))
     tried = {} if torchs is None else {torchs.groups: ("ddp", torchs)}
@@ -149,7 +161,35 @@ def decide(
     chosen = _predicted(chosen, trace, both)
     exposed_s = median(seen.plain.exposed_s) if seen.plain else 0.0
     low_cost = known.low_cost if wire else None
-    return Verdict((chosen, *candidates[1:]), comparison, trace, known.cost, exposed_s, low_cost)
+    gathering = None
+    if gathers is not None:
+        chosen, gathering = yield from _gathers(chosen, gathers, known, allowed, limits)
+        trace = known.whole_trace
+    return Verdict((chosen, *candidates[1:]), comparison, trace, known.cost, exposed_s, low_cost, gathering)
+
+
+def _gathers(
+    chosen: Candidate,
+    in_force: tuple[tuple[str, ...], ...],
+    known: Known,
+    allowed: Callable[[MergePlan], MergePlan],
+    limits: Limits,
+) -> Generator[Turn, Seen, tuple[Candidate, Gathering]]:
+    """Find in which groups parameters are gathered beside the chosen messages: as before unless others are faster."""
+    groups = in_force or tuple(group[::-1] for group in reversed(chosen.plan.groups))
+    before = replace(chosen.plan, gathers=groups, predicted={})
+    known.learn(before, (yield Turn(before, OBSERVE_GATHERS, "observing gathers")))
+    trace, cost = known.whole_trace, known.halves
+    planned = allowed(replace(chosen.plan, groups=plan_gathers(trace, cost.all_gather), wire=(), predicted={})).groups
+    plans = {plan.gathers: plan for plan in (before, replace(before, gathers=planned))}
+    names = ("as before", "planned")
+    rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
+    found, comparison = yield from compare(rivals, replace(limits, steps=int(GATHERS * limits.steps)))
+    kept = _predicted(replace(chosen, plan=found[0].plan), trace, cost)
+    if found[0].steps_s:
+        kept = replace(kept, steps_s=found[0].steps_s, step_s=found[0].step_s)
+    all_reduced_s = predict(trace, cost.all_reduce, plan_optimal(trace, cost.all_reduce)).iteration_s
+    return kept, Gathering(comparison, known.gather_cost, all_reduced_s)
 
 
 def _in_low_precision(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from mgwfbp.cost import Cost, WireCost
+from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError, PlanError, ShardError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.measure.clock import clock_for
@@ -285,9 +285,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # Only now: reading a step waits for the GPU, and the host would no longer run ahead of it.
         taken = [step for step, settled in zip(observer.take(), had_settled, strict=True) if settled]
         gradients = Gradients(type(self.module).__name__, handle.names, handle.sizes)
-        if predict_with is None and self.tuning.cost is not None:
-            cost, low = self.tuning.cost, self.tuning.low_cost
-            predict_with = (self.tuning.trace, cost if low is None else WireCost(cost, low))
+        if predict_with is None and (costs := self.tuning.costs) is not None:
+            predict_with = (self.tuning.trace, costs)
         plan = self.plan
         if plan is not None:
             seen.fill(taken, gradients, plan, self.process_group, predict_with, notes)
@@ -330,9 +329,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "the plan cannot be changed before the backward pass has ended, and it has not: some parameters "
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
-            found = None if plan is None else _prepare(plan, handle, self._wire)
-            if self._shards is not None:
-                self._shards.check(handle.torchs_groups if found is None else found.groups)
+            shards = self._shards
+            found = None if plan is None else _prepare(plan, handle, self._wire, is_sharded=shards is not None)
+            if shards is not None:
+                shards.check(*(handle.torchs_groups, ()) if found is None else (found.groups, found.gathers))
             return found
 
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
@@ -344,6 +344,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if (buckets, wires) != (handle.given, handle.wires):
             handle.set_buckets(buckets, wires)
             warn_of_old_cuts(self)
+        handle.gathers = handle.buckets_of(agreed.gathers) if agreed is not None and agreed.gathers else None
 
     def synchronize(self) -> None:
         """Wait for all parameters that a `ShardedOptimizer` gathers; without one there is nothing to wait for.
@@ -547,12 +548,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._begin(plan_was_given=self._plan is not None)
 
 
-def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None) -> MergePlan:
+def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None, *, is_sharded: bool = False) -> MergePlan:
     """Read a plan and check that this model's gradients can be sent as it says."""
     loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
     if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
         loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
-    loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
+    if not is_sharded:
+        loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
     check_wire(loaded.wire, wire)
     check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
     return loaded

@@ -35,19 +35,20 @@ def kinds_of(named: Iterable[tuple[str, nn.Parameter]], sparse: Sequence[bool]) 
 
 
 def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
-    """Raise unless the plan covers the model's gradients and each of its messages can be sent."""
+    """Raise unless the plan covers the model's gradients and each of its messages and gathers can be sent."""
     plan.check_covers(list(kinds), what="the model")
-    for index, group in enumerate(plan.groups):
+    numbered = [(f"message {index}", group) for index, group in enumerate(plan.groups)]
+    for what, group in numbered + [(f"gather {index}", group) for index, group in enumerate(plan.gathers)]:
         first_name, first = group[0], kinds[group[0]]
         for name in group:
             if kinds[name].is_sparse and len(group) > 1:
                 raise PlanError(
-                    f"message {index} of the plan merges {quote(name)}, whose gradient is sparse, with others; "
+                    f"{what} of the plan merges {quote(name)}, whose gradient is sparse, with others; "
                     "DDP sends a sparse gradient alone: give it a message of its own"
                 )
             if kinds[name] != first:
                 raise PlanError(
-                    f"message {index} of the plan merges {quote(first_name)} ({first}) with {quote(name)} "
+                    f"{what} of the plan merges {quote(first_name)} ({first}) with {quote(name)} "
                     f"({kinds[name]}); a message holds one dtype on one device: split it"
                 )
 

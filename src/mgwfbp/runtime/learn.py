@@ -13,12 +13,12 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch.distributed as dist
 
-from mgwfbp.cost import Cost, PiecewiseCost, WireCost, halved
+from mgwfbp.cost import Cost, PiecewiseCost, ShardedCost, WireCost, halved, sharded_of
 from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import SHORTEST_S, fit_quality, nearest_line, never_falling
 from mgwfbp.measure.agreement import reduce_values
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.observe import ObservedStep
+from mgwfbp.runtime.observe import ObservedMessage, ObservedStep
 from mgwfbp.timeline import Span, Timeline, lags_s
 from mgwfbp.trace import ModelTrace, layers_of
 
@@ -67,7 +67,7 @@ MOST_SLOWED = 1.5
 BEYOND = 4
 
 # What is noted of a step: each in steps of its own, since each disturbs the others.
-Note = Literal["settle", "plain", "gradients", "messages"]
+Note = Literal["settle", "plain", "gradients", "messages", "gathers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ class Gradients:
         """Bytes by name."""
         return dict(zip(self.names, self.sizes, strict=True))
 
-    def sizes_of(self, plan: MergePlan) -> list[int]:
-        """Return the bytes of each message of a plan."""
+    def sizes_of(self, groups: Iterable[Sequence[str]]) -> list[int]:
+        """Return the bytes of groups of gradients, or of their parameters."""
         size_of = self.size_of
-        return [sum(size_of[name] for name in group) for group in plan.groups]
+        return [sum(size_of[name] for name in group) for group in groups]
 
     def ready_s(self, step: ObservedStep) -> list[float]:
         """Return when each gradient was ready, by place; one that never came had nothing to wait for."""
@@ -130,7 +130,8 @@ class AgreedSteps:
     length_s: tuple[float, ...]  # of the slowest rank: until all gradients were averaged
     exposed_s: tuple[float, ...]  # of the rank that computed longest: the others also wait for it
     ready_s: tuple[tuple[float, ...], ...]  # of each gradient, on the last rank; empty where not noted
-    message_s: tuple[tuple[float, ...], ...]  # of each message; empty where not noted
+    message_s: tuple[tuple[float, ...], ...]  # of each message, or of each gather; empty where not noted
+    pieces_s: tuple[tuple[float, ...], ...] = ()  # of the forward pass, by gather; empty where not noted
 
     def only(self, places: Sequence[int]) -> Self:
         """Return some of the steps."""
@@ -150,6 +151,7 @@ class PackedSteps:
     num_messages: int  # likewise
     highest: tuple[float, ...]  # of which the largest over ranks counts
     totals: tuple[float, ...]  # of which the sum counts
+    are_gathers: bool = False  # rather than messages
 
     @classmethod
     def of(cls, steps: Sequence[ObservedStep], gradients: Gradients, sizes: Sequence[int], *notes: str) -> Self:
@@ -163,6 +165,8 @@ class PackedSteps:
         messages = [message for step in steps for message in step.messages] if "messages" in notes else []
         if messages and any(not sends(step, sizes) for step in steps):
             raise MeasureError("messages were sent that the plan does not have, or did not arrive")
+        gathers, pieces_s = _gathers_of(steps, sizes) if "gathers" in notes else ([], [])
+        messages += gathers
         taken_s = [message.end_s - message.start_s for message in messages]
         highest = [
             *(step.forward_s for step in steps),
@@ -172,10 +176,12 @@ class PackedSteps:
             *ready,
             *(-seconds for seconds in taken_s),
             *(-float(message.start_s > message.ready_s) for message in messages),
+            *pieces_s,
         ]
         totals = [*(step.compute_s for step in steps), *taken_s]
         num_gradients = len(gradients.names) if ready else 0
-        return cls(len(steps), num_gradients, len(sizes) if messages else 0, tuple(highest), tuple(totals))
+        num_messages = len(sizes) if messages else 0
+        return cls(len(steps), num_gradients, num_messages, tuple(highest), tuple(totals), bool(gathers))
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> AgreedSteps:
         """Combine what every rank observed of the same steps. All ranks must call it, with as many of everything."""
@@ -192,7 +198,14 @@ class PackedSteps:
             mean if -is_queued else -shortest
             for mean, shortest, is_queued in zip(mean_s, shortest_s, all_queued, strict=True)
         ]
-        starts = range(0, num_messages, self.num_messages or 1)
+        pieces_s = _next(highest, num_messages if self.are_gathers else 0)
+
+        def by_step(values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+            starts = range(0, len(values), self.num_messages or 1)
+            return tuple(tuple(values[start : start + self.num_messages]) for start in starts)
+
+        if any(math.isinf(one) for one in pieces_s):  # some rank did not see them all
+            agreed_s, pieces_s = [], ()
         return AgreedSteps(
             forward_s=forward_s,
             compute_s=compute_s,
@@ -200,8 +213,20 @@ class PackedSteps:
             length_s=length_s,
             exposed_s=tuple(max(0.0, -value) for value in exposed_s),
             ready_s=ready_s,
-            message_s=tuple(tuple(agreed_s[start : start + self.num_messages]) for start in starts),
+            message_s=by_step(agreed_s),
+            pieces_s=by_step(pieces_s),
         )
+
+
+def _gathers_of(steps: Sequence[ObservedStep], sizes: Sequence[int]) -> tuple[list[ObservedMessage], list[float]]:
+    """Return the gathers of steps and the pieces of forward passes, as many on every rank: infinite where unknown.
+
+    A rank does not see them where it runs other forward passes before the one of the step.
+    """
+    if all([one.num_bytes for one in step.gathers] == list(sizes) for step in steps):
+        return [one for step in steps for one in step.gathers], [one for step in steps for one in step.pieces_s]
+    unknown = [ObservedMessage(size, 0.0, 0.0, 0.0) for _ in steps for size in sizes]
+    return unknown, [math.inf] * len(unknown)
 
 
 def _next(values: Iterator[float], number: int) -> tuple[float, ...]:
@@ -215,6 +240,7 @@ class Seen:
     plain: AgreedSteps | None = None
     gradients: AgreedSteps | None = None
     messages: AgreedSteps | None = None
+    gathers: AgreedSteps | None = None
 
 
 @dataclass(slots=True)
@@ -228,14 +254,22 @@ class Known:
     low_messages_s: dict[int, list[float]] = field(default_factory=dict)  # in low precision, by bytes of gradients
     _computes_s: dict[tuple[int, ...], list[float]] = field(default_factory=dict)  # by bytes of a plan's messages
     _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
+    gathers_s: dict[int, list[float]] = field(default_factory=dict)
+    _pieces_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # of the forward pass, by what was gathered
 
     def learn(self, plan: MergePlan, seen: Seen) -> None:
         """Take over what came of a turn with this plan; of one with low precision only what its messages took."""
-        sizes = self.gradients.sizes_of(plan)
+        sizes = self.gradients.sizes_of(plan.groups)
         if seen.messages is not None:
             for taken_s in seen.messages.message_s:
                 for size, seconds, wire in zip(sizes, taken_s, plan.wires, strict=True):
                     (self.low_messages_s if wire else self.messages_s).setdefault(size, []).append(seconds)
+        if seen.gathers is not None and seen.gathers.message_s:
+            by_gather = zip(*seen.gathers.message_s, strict=True)
+            for size, taken_s in zip(self.gradients.sizes_of(plan.gathers), by_gather, strict=True):
+                self.gathers_s.setdefault(size, []).extend(taken_s)
+            pieces_s = [median(values) for values in zip(*seen.gathers.pieces_s, strict=True)]
+            self._pieces_s = dict(zip(plan.gathers, pieces_s, strict=True))
         if plan.wire:
             return
         for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
@@ -255,6 +289,36 @@ class Known:
     def cost(self) -> PiecewiseCost:
         """What a message costs beside a backward pass, and takes from it, from all messages and plans so far."""
         return learn_taken(learn_cost(self.messages_s, self.workers, self.swept), self._computes_s.items())
+
+    @property
+    def whole_trace(self) -> ModelTrace:
+        """The trace with what each layer takes in the forward pass, without waits for gathers, where that was observed.
+
+        What a group of parameters takes is spread over its layers as in the backward pass.
+        """
+        trace = self.trace
+        if not self._pieces_s:
+            return trace
+        backward_s = {layer.name: layer.backward_s for layer in trace.layers}
+        forward_s: dict[str, float] = {}
+        for group, piece_s in self._pieces_s.items():
+            whole_s = sum(backward_s[name] for name in group)
+            for name in group:
+                forward_s[name] = piece_s * (backward_s[name] / whole_s if whole_s else 1 / len(group))
+        layers = tuple(replace(layer, forward_s=forward_s[layer.name]) for layer in trace.layers)
+        return replace(trace, forward_s=sum(forward_s.values()), layers=layers)
+
+    @property
+    def gather_cost(self) -> PiecewiseCost:
+        """What a gather costs: learnt over what a reduce-scatter of as many bytes costs, and it takes as much."""
+        like = self.cost
+        found = learn_cost(self.gathers_s, self.workers, like) if self.gathers_s else like
+        return replace(found, taken_s=like.taken_s, taken_per_byte_s=like.taken_per_byte_s)
+
+    @property
+    def halves(self) -> ShardedCost:
+        """What messages and gathers cost, and an all-reduce: the two together."""
+        return sharded_of(self.cost, self.gather_cost)
 
     @property
     def both(self) -> WireCost:

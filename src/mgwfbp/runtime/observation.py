@@ -83,7 +83,7 @@ class Observation:
         by_note: dict[Note, list[ObservedStep]] = {}
         for step, note in zip(self._steps, self._notes, strict=False):
             by_note.setdefault(note, []).append(step)
-        sizes = self._gradients.sizes_of(self._plan)
+        sizes = self._gradients.sizes_of(self._plan.groups)
         packed = {note: PackedSteps.of(some, self._gradients, sizes, note) for note, some in by_note.items()}
         return Seen(**{note: packed[note].agreed(self._group) for note in sorted(packed)})
 
@@ -127,7 +127,7 @@ class Observation:
 
         Of a step of which not all was noted there is no timeline.
         """
-        sizes = gradients.sizes_of(plan)
+        sizes = gradients.sizes_of(plan.groups)
         self._gradients, self._group, self._plan = gradients, group, plan
         if notes is not None:
             self._steps, self._notes = tuple(steps), tuple(notes)

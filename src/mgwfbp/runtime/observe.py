@@ -1,9 +1,11 @@
 """What happens in the steps of a model that trains: `Observer` notes it, `ObservedStep` says it."""
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -49,6 +51,8 @@ class ObservedStep:
     end_s: float  # all gradients are averaged
     ready_s: dict[int, float]  # by place of the parameter; empty where gradients were not noted
     messages: tuple[ObservedMessage, ...]  # empty where messages were not noted
+    gathers: tuple[ObservedMessage, ...] = ()  # that a sharded optimizer began before it; empty where not noted
+    pieces_s: tuple[float, ...] = ()  # of the forward pass: from when each gather was there to when the next was needed
 
     @property
     def exposed_s(self) -> float:
@@ -65,6 +69,29 @@ class _Sent:
     arrived: Moment | None = None
 
 
+class _Gathered:
+    """A gather of which only moments are known; torch and `Shards` tell of them."""
+
+    def __init__(self, num_bytes: int, clock: Clock) -> None:
+        self.num_bytes, self._clock, self.begun = num_bytes, clock, clock.now()
+        self.arrived: Moment | None = None
+        self.asked: Moment | None = None
+        self.got: Moment | None = None
+
+    def arrive(self, moment: Moment) -> None:
+        self.arrived = moment
+
+    def ask(self) -> None:
+        self.asked = self._clock.now()
+
+    def get(self) -> None:
+        self.got = self._clock.now()
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in (self.arrived, self.asked, self.got)
+
+
 @dataclass(slots=True)
 class _Step:
     """A step of which only moments are known, from its last forward pass on."""
@@ -75,6 +102,7 @@ class _Step:
     end: Moment | None = None
     gradients: dict[int, Moment] = field(default_factory=dict)
     messages: list[_Sent] = field(default_factory=list)
+    gathers: list[_Gathered] = field(default_factory=list)
 
 
 class Observer:
@@ -102,12 +130,17 @@ class Observer:
         self._is_in_backward = False
         self._has_sent = False  # in the reduction under way
         self._steps: list[_Step] = []
+        self._gathering: list[_Gathered] = []  # begun since the last forward pass
         self._number = next(self._numbers)
         reducer.observe_messages(weakly(self._message_is_asked_for))
 
-    def note(self, *, gradients: bool = False, messages: bool = False) -> None:
-        """Say what is noted of the next steps besides their length: when gradients are ready, what messages take."""
+    def note(self, *, gradients: bool = False, messages: bool = False, gathers: bool = False) -> None:
+        """Say what is noted of the next steps besides their length: when gradients are ready, what messages take.
+
+        And of a model with a sharded optimizer, what gathers take that are begun from now on.
+        """
         self._notes_messages = messages
+        self._reducer.observe_gathers(weakly(self._gather_has_begun) if gathers else None)
         if gradients and self._hooks is None:
             self._hooks = GradientHooks(self._reducer.parameters, weakly(self._gradient_is_ready))
         elif not gradients and self._hooks is not None:
@@ -150,12 +183,31 @@ class Observer:
         # A backward pass inside of the forward pass ends before that does.
         forward_s = 0.0 if step.forward_end is None else min(since_start(step.forward_end), compute_s)
         ready_s_of = {place: min(since_start(moment), end_s) for place, moment in step.gradients.items()}
-        return ObservedStep(forward_s, compute_s, end_s, ready_s_of, tuple(messages))
+        return ObservedStep(forward_s, compute_s, end_s, ready_s_of, tuple(messages), *self._gathered(step, forward_s))
+
+    def _gathered(self, step: _Step, forward_s: float) -> tuple[tuple[ObservedMessage, ...], tuple[float, ...]]:
+        """Return the gathers of a step, in the order in which they were begun, and the pieces of its forward pass."""
+        if not all(one.is_complete for one in step.gathers):
+            return (), ()
+        since = partial(self._clock.between_s, step.start)  # they are begun before the forward pass
+        gathers: list[ObservedMessage] = []
+        for one in step.gathers:
+            begun_s, link_free_s = since(one.begun), gathers[-1].end_s if gathers else -math.inf
+            start_s = max(begun_s, link_free_s)
+            gathers.append(ObservedMessage(one.num_bytes, begun_s, start_s, max(start_s, since(one.arrived))))
+        order = sorted(range(len(gathers)), key=lambda place: since(step.gathers[place].asked))
+        pieces_s, end_s = [0.0] * len(gathers), forward_s
+        for place in reversed(order):
+            pieces_s[place] = max(0.0, end_s - since(step.gathers[place].got))
+            end_s = since(step.gathers[place].asked)
+        if order:
+            pieces_s[order[0]] += max(0.0, end_s)  # what comes before the first
+        return tuple(gathers), tuple(pieces_s)
 
     def before_forward(self) -> None:
         """Note that a forward pass of training begins."""
         if not self._has_sent:  # else it is inside of a reduction that takes several backward passes
-            self._current = _Step(self._clock.now())
+            self._current, self._gathering = _Step(self._clock.now(), gathers=self._gathering), []
             self._is_in_backward = False  # of one that failed
 
     def after_forward(self) -> None:
@@ -186,6 +238,12 @@ class Observer:
             sent.arrived = moment
 
         return lambda future: self._clock.when_arrived(future, note)
+
+    def _gather_has_begun(self, num_bytes: int, arrives: Any) -> _Gathered:
+        gathered = _Gathered(num_bytes, self._clock)
+        self._clock.when_arrived(arrives, gathered.arrive)
+        self._gathering.append(gathered)
+        return gathered
 
     def _backward_ends(self) -> None:
         if self._current is not None:

@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
-from mgwfbp.runtime.rows import ShardGroup, Shards
+from mgwfbp.runtime.rows import OnGather, ShardGroup, Shards
 from mgwfbp.runtime.stand_ins import FreesFirst, NoZeros, ObservedGroup, OnMessage, Script, observed
 from mgwfbp.runtime.wire import WireGroup
 
@@ -224,6 +224,9 @@ class ReducerHandle(Parameters):
         # What stands where the Reducer's process group stands, if anything; C++ alone would not keep it.
         self._wire_group: Any = None
         self._shard_group: Any = None
+        self.gathers: Buckets | None = (
+            None  # given, where parameters are gathered; None: as messages, the last one first
+        )
         self._torchs: Buckets = []  # where messages go to owners of rows, which must know buckets: those held before
         self._stand_in: Any = None
         self.sample_rate: int | None = None
@@ -343,6 +346,21 @@ class ReducerHandle(Parameters):
             self.ddp.process_group, shards, lambda ended: when_backward_has_ended(lambda: None, ended)
         )
         self.set_buckets(self._torchs)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a sharded optimizer has the gradients."""
+        return self._shard_group is not None
+
+    @property
+    def groups_to_gather(self) -> Buckets:
+        """The groups in which parameters are gathered, in their order."""
+        return self.gathers if self.gathers is not None else [bucket[::-1] for bucket in self.buckets()[::-1]]
+
+    def observe_gathers(self, on_gather: OnGather | None) -> None:
+        """Call ``on_gather`` with every gather from now on, or with None nothing."""
+        if self._shard_group is not None:
+            self._shard_group.shards.on_gather = on_gather
 
     @property
     def torchs_groups(self) -> tuple[tuple[str, ...], ...]:

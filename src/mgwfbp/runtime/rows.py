@@ -24,7 +24,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,11 @@ from mgwfbp.runtime.channel import Channel, Tensors, all_gather, reduce_scatter,
 from mgwfbp.runtime.stand_ins import MessageGroup
 from mgwfbp.units import quote
 
-__all__ = ["Guarded", "Owned", "Rows", "ShardGroup", "Shards", "is_dense"]
+__all__ = ["Guarded", "Noted", "OnGather", "Owned", "Rows", "ShardGroup", "Shards", "is_dense"]
 
 Buckets = Sequence[Sequence[int]]
+# Called with the bytes of parameters that are gathered and what is fulfilled when they have arrived.
+OnGather = Callable[[int, Tensors], "Noted | None"]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -205,9 +207,20 @@ class _Message:
     def __init__(self, owned: Sequence[Owned], group: Any) -> None:
         self.owned, self.is_whole = owned, all(one.is_whole for one in owned)
         self.memory = [one.memory for one in owned]
+        self.num_bytes = sum(memory.nbytes for memory in self.memory)
         self.layout = Rows([memory.numel() for memory in self.memory], dist.get_world_size(group))
         self.own = self.layout.padded([one.row.detach() for one in owned])
         self.spread = [SpreadGradient(one, group) for one in owned]
+
+
+class Noted(Protocol):
+    """Who notes when a gather was waited for."""
+
+    def ask(self) -> None:
+        """Note that the forward pass needs what is gathered."""
+
+    def get(self) -> None:
+        """Note that it has it."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +231,7 @@ class _Gather:
     own: Tensor  # held as long as another stream may read it
     rows: Tensor
     arrives: Tensors
+    noted: "Noted | None"
 
 
 class Shards:
@@ -238,11 +252,17 @@ class Shards:
         self._futures: list[Tensors] = []  # of the gradients that rows have now
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
         self.modules: list[nn.Module] = []  # whose parameters are guarded
+        self.on_gather: OnGather | None = None  # called with every gather that is begun
         self._lock = threading.RLock()
 
-    def check(self, groups: Sequence[Sequence[str]]) -> None:
-        """Raise where a message holds what all ranks update, and also what each updates a row of."""
+    def check(self, groups: Sequence[Sequence[str]], gathers: Sequence[Sequence[str]] = ()) -> None:
+        """Raise where a message holds what all ranks update and what each updates a row of, or gathers are others."""
         is_whole = {one.name: one.is_whole for one in self.owned}
+        wrong = [name for group in gathers for name in group if is_whole[name]]
+        if wrong or (gathers and sum(map(len, gathers)) < len(self.owned) - sum(is_whole.values())):
+            raise PlanError(
+                "the plan gathers other parameters than those that the sharded optimizer shards: make another with it"
+            )
         for number, group in enumerate(groups):
             others = [name for name in group if is_whole[name] != is_whole[group[0]]]
             if others:
@@ -332,7 +352,9 @@ class Shards:
             def job(rows: Tensor = rows, own: Tensor = own) -> None:
                 all_gather(rows, own, self._gathers.group)
 
-            gather = _Gather(message, own, rows, self._gathers.send(job, [rows]))
+            arrives = self._gathers.send(job, [rows])
+            noted = None if self.on_gather is None else self.on_gather(message.num_bytes, arrives)
+            gather = _Gather(message, own, rows, arrives, noted)
             self.pending.update((id(one.parameter), gather) for one in message.owned)
 
     def finish(self, parameter: Tensor) -> None:
@@ -341,7 +363,11 @@ class Shards:
             gather = self.pending.get(id(parameter))
             if gather is None:
                 return
+            if gather.noted is not None:
+                gather.noted.ask()
             gather.arrives.wait()
+            if gather.noted is not None:
+                gather.noted.get()
             if gather.rows.is_cuda:
                 gather.rows.record_stream(torch.cuda.current_stream(gather.rows.device))
             with torch.no_grad():
@@ -453,7 +479,7 @@ class ShardGroup(MessageGroup):
 
     def __init__(self, group: Any, shards: Shards, when_ended: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(group)
-        self._shards, self._when_ended = shards, when_ended
+        self.shards, self._when_ended = shards, when_ended
         self._buckets: Buckets = ()
 
     def take(self, buckets: Buckets) -> None:
@@ -462,8 +488,8 @@ class ShardGroup(MessageGroup):
 
     def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send a message to the owners of its rows."""
-        place = self._shards.num_arrived
-        work = self._shards.reduce(self._buckets[place], tensors[0], lambda: self.group.allreduce(tensors, *options))
+        place = self.shards.num_arrived
+        work = self.shards.reduce(self._buckets[place], tensors[0], lambda: self.group.allreduce(tensors, *options))
         if place + 1 == len(self._buckets):
-            self._when_ended(self._shards.hand_out)
+            self._when_ended(self.shards.hand_out)
         return work

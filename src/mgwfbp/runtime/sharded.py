@@ -1,6 +1,5 @@
 """An optimizer of which every rank does its share while parameters travel: `ShardedOptimizer`."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -12,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from mgwfbp.errors import ShardError
-from mgwfbp.measure.agreement import agree_on_plan, broadcast_text, first_problem, on_device
+from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners.sharded import plan_gathers
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.kinds import Kind, check_kinds, kinds_of, split_by_kind
+from mgwfbp.runtime.kinds import check_kinds, kinds_of
 from mgwfbp.runtime.reducer import Buckets, Parameters, cannot_hold, missing
 from mgwfbp.runtime.rows import Owned, Shards, is_dense
-from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.units import quote
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
@@ -72,8 +69,7 @@ class ShardedOptimizer(optim.Optimizer):
         plan: a `MergePlan` with gathers or the path of one (``mgwfbp plan --engine sharded``): which gradients, and
             which parameters, travel together. Messages whose parameters it does not gather are all-reduced, and every
             rank updates all of these parameters and has all of their state. Without a plan gradients travel in the
-            model's buckets, which its tuner changes, and parameters in groups that are planned with what the tuner has
-            learnt; until then in the buckets' groups.
+            model's buckets and parameters in the same groups, and the model's tuner finds better ones for both.
         **defaults: what the class takes.
 
     Raises:
@@ -112,14 +108,10 @@ class ShardedOptimizer(optim.Optimizer):
         self._inner = optimizer_class(rows, **defaults)
         super().__init__(groups, self._inner.defaults)
         self._pull()
-        self._gathers: Buckets | None = None  # None: in the groups of the buckets
-        self._planned_with: Tuning | None = None
         self._shards = Shards(owned, model.process_group, _gather_group(model))
         model._shard_with(self._shards)
         if given is not None:
-            model.replan(replace(given, gathers=(), predicted={}))
-            self._gathers = own.buckets_of(given.gathers)
-        self._was_given = given is not None
+            model.replan(replace(given, predicted={}))
         self._is_made = True
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
@@ -129,45 +121,23 @@ class ShardedOptimizer(optim.Optimizer):
             if plan is None:
                 return None
             loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
-            check_kinds(replace(loaded, gathers=()), self._kinds)
-            if loaded.gathers:
-                gathered = {name: self._kinds[name] for group in loaded.gathers for name in group}
-                check_kinds(replace(loaded, groups=loaded.gathers, gathers=()), gathered)
+            own = self._own
+            check_kinds(loaded, kinds_of(zip(own.names, own.parameters, strict=True), own.sparse))
             return loaded
 
         with on_device(self._model.device):
             return agree_on_plan(prepare, self._model.process_group)
 
     @property
-    def _kinds(self) -> dict[str, Kind]:
-        return kinds_of(zip(self._own.names, self._own.parameters, strict=True), self._own.sparse)
-
-    @property
     def gathers(self) -> tuple[tuple[str, ...], ...]:
         """The groups in which parameters are gathered, in the order in which they are."""
-        return self._own.groups_of(self._groups_to_gather())
+        return self._own.groups_of(self._groups_to_gather)
 
+    @property
     def _groups_to_gather(self) -> Buckets:
-        if self._gathers is not None:
-            return self._gathers
         handle = self._model._handle
         assert handle is not None  # noqa: S101 - it shards
-        return [bucket[::-1] for bucket in handle.buckets()[::-1]]
-
-    def _plan_gathers(self, tuning: Tuning) -> None:
-        """Plan the gathers with what the tuner has learnt: an all-gather is taken to cost what a reduce-scatter does.
-
-        Rank 0 plans; where it cannot, groups stay as they are.
-        """
-        group, self._planned_with = self._model.process_group, tuning
-        text = ""
-        if dist.get_rank(group) == 0 and tuning.trace is not None and tuning.cost is not None:
-            found = MergePlan(tuning.trace.model, "gathers", plan_gathers(tuning.trace, tuning.cost))
-            text = json.dumps(split_by_kind(found, self._kinds).groups)
-        with on_device(self._model.device), torch.profiler.record_function("mgwfbp: plan"):
-            told = broadcast_text(text, 0, group)
-        if told:
-            self._gathers = self._own.buckets_of(json.loads(told))
+        return handle.groups_to_gather
 
     def _row(self, parameter: Tensor) -> Tensor:
         """Return what this rank updates of a parameter: nothing of one that is frozen."""
@@ -216,10 +186,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._push()
         self._inner.step()
         self._pull()
-        settled = self._model._settled
-        if settled is not None and settled is not self._planned_with and not self._was_given:
-            self._plan_gathers(settled)
-        self._shards.gather(self._groups_to_gather())
+        self._shards.gather(self._groups_to_gather)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

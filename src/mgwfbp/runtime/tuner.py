@@ -33,7 +33,7 @@ from mgwfbp.runtime.kinds import Kind, check_kinds, split_by_kind
 from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
-from mgwfbp.runtime.tuning import Candidate, Comparison, Tuning
+from mgwfbp.runtime.tuning import Candidate, Comparison, Gathering, Tuning
 from mgwfbp.runtime.wire import check_wire
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, plural
@@ -61,6 +61,7 @@ class _Progress:
     doing: str = "warming up"
     in_force: Buckets | None = None  # when it began, once they are known: torch's own, or an earlier plan's
     wires: tuple[str, ...] = ()  # and how these travelled
+    gathers: Buckets | None = None  # that were given then
 
 
 class Tuner:
@@ -118,6 +119,7 @@ class Tuner:
         self.observer.stop()
         if restore and self._progress.in_force is not None:
             self._reducer.set_buckets(self._progress.in_force, self._progress.wires)
+            self._reducer.gathers = self._progress.gathers
         return replace(self.tuning, state="off", reason=reason)
 
     def _step_has_ended(self) -> None:
@@ -142,7 +144,8 @@ class Tuner:
 
     def _settled(self, verdict: Verdict, default: MergePlan) -> Tuning:
         chosen = verdict.candidates[0]
-        before = next(one for one in verdict.candidates if one.plan.messages == default.messages)
+        sent = default.groups, default.wire
+        before = next(one for one in verdict.candidates if (one.plan.groups, one.plan.wire) == sent)
         return replace(
             self.tuning,
             state="settled",
@@ -155,6 +158,7 @@ class Tuner:
             trace=verdict.trace,
             cost=verdict.cost,
             low_cost=verdict.low_cost,
+            gathering=verdict.gathering,
         )
 
 
@@ -165,6 +169,7 @@ class _Order:
     plan: MergePlan
     buckets: Buckets
     sizes: list[int]  # bytes of each message
+    gathered: list[int]  # and of each gather, where there are any
     notes: tuple[Note, ...] = ()
     doing: str = ""
     verdict: Verdict | None = None  # where it is over, and this is the plan that was chosen
@@ -199,14 +204,18 @@ def _tune(
         if reason := unfit():
             raise _EndError(reason)
         held = progress.in_force = reducer.buckets()
-        progress.wires = reducer.wires
+        progress.wires, progress.gathers = reducer.wires, reducer.gathers
         groups = reducer.groups_of(held)
         in_force = before.plan if before else None
         default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)
         if dist.get_rank(group) == 0:
             workers = dist.get_world_size(group)
             torchs = next((one.plan for one in before.candidates if one.name == "ddp"), None) if before else None
-            leader = decide(gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits, torchs, wire)
+            torchs = torchs and replace(torchs, gathers=())
+            gathers = reducer.groups_of(reducer.gathers or []) if reducer.is_sharded else None
+            leader = decide(
+                gradients, workers, default, lambda plan: split_by_kind(plan, kinds), limits, torchs, wire, gathers
+            )
         return default
 
     default = _together(begin, group)
@@ -219,7 +228,7 @@ def _tune(
             return order.verdict, default
         progress.doing = order.doing
         for note in order.notes:
-            observer.note(gradients=note == "gradients", messages=note == "messages")
+            observer.note(**{what: note == what for what in ("gradients", "messages", "gathers")})
             yield
         packed = _together(lambda: _pack(observer, order, gradients), group)  # noqa: B023
         seen = Seen(**{kind: steps.agreed(group) for kind, steps in packed.items()})
@@ -245,12 +254,12 @@ def _ask(leader: Generator[Turn, Seen, Verdict], seen: Seen | None) -> str:
 
 
 def _write_plan(plan: MergePlan) -> dict[str, Any]:
-    return {"planner": plan.planner, "groups": plan.groups, "wire": plan.wire}
+    return {"planner": plan.planner, "groups": plan.groups, "wire": plan.wire, "gathers": plan.gathers}
 
 
 def _read_plan(said: Mapping[str, Any], model: str) -> MergePlan:
-    groups = tuple(tuple(names) for names in said["groups"])
-    return MergePlan(model, said["planner"], groups, wire=tuple(said["wire"]))
+    groups, gathers = (tuple(tuple(names) for names in said[what]) for what in ("groups", "gathers"))
+    return MergePlan(model, said["planner"], groups, wire=tuple(said["wire"]), gathers=gathers)
 
 
 def _write_verdict(verdict: Verdict) -> dict[str, Any]:
@@ -262,7 +271,16 @@ def _write_verdict(verdict: Verdict) -> dict[str, Any]:
         "cost": verdict.cost.to_json(),
         "exposed_s": verdict.exposed_s,
         "low_cost": verdict.low_cost.to_json() if verdict.low_cost else None,
+        "gathering": None if verdict.gathering is None else _write_gathering(verdict.gathering),
     }
+
+
+def _write_gathering(found: Gathering) -> dict[str, Any]:
+    return {**found.to_json(), "comparison": asdict(found.comparison)}  # which may hold infinities
+
+
+def _read_gathering(said: Mapping[str, Any]) -> Gathering:
+    return Gathering(Comparison(**said["comparison"]), PiecewiseCost.from_json(said["cost"]), said["all_reduced_s"])
 
 
 def _read(
@@ -278,7 +296,8 @@ def _read(
     check_kinds(plan, kinds)
     buckets = reducer.buckets_of(plan.groups)
     notes, doing = tuple(said.get("notes", ())), said.get("doing", "")
-    return _Order(plan, buckets, gradients.sizes_of(plan), notes, doing, verdict)
+    gathered = gradients.sizes_of(plan.gathers)
+    return _Order(plan, buckets, gradients.sizes_of(plan.groups), gathered, notes, doing, verdict)
 
 
 def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
@@ -296,12 +315,16 @@ def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
     cost = PiecewiseCost.from_json(said["cost"])  # learnt costs are curves
     low_cost = None if said["low_cost"] is None else PiecewiseCost.from_json(said["low_cost"])
     trace = ModelTrace.from_json(said["trace"])
-    return Verdict(candidates, Comparison(**said["comparison"]), trace, cost, said["exposed_s"], low_cost)
+    gathering = None if said["gathering"] is None else _read_gathering(said["gathering"])
+    comparison = Comparison(**said["comparison"])
+    return Verdict(candidates, comparison, trace, cost, said["exposed_s"], low_cost, gathering)
 
 
 def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup, unfit: Callable[[], str]) -> None:
     """Give the Reducer a plan on all ranks, or on none: then tuning ends."""
     wires = order.plan.wire
+    if order.plan.gathers:
+        reducer.gathers = reducer.buckets_of(order.plan.gathers)
 
     def prepare() -> tuple[Buckets, tuple[str, ...]]:
         if reason := unfit():  # it may have been compiled, or been given a hook, since the last plan
@@ -331,7 +354,10 @@ def _pack(observer: Observer, order: _Order, gradients: Gradients) -> dict[str, 
     for step, note in zip(steps, order.notes, strict=True):
         if note != "settle":
             by_note.setdefault(note, []).append(step)
-    return {note: PackedSteps.of(some, gradients, order.sizes, note) for note, some in by_note.items()}
+    return {
+        note: PackedSteps.of(some, gradients, order.gathered if note == "gathers" else order.sizes, note)
+        for note, some in by_note.items()
+    }
 
 
 def _check_room(reducer: ReducerHandle, before: Buckets, after: Buckets) -> None:

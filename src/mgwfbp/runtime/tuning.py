@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mgwfbp.cost import PiecewiseCost, taken_by
+from mgwfbp.cost import Cost, PiecewiseCost, WireCost, sharded_of, taken_by
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_range, format_seconds, plural
 
-__all__ = ["Candidate", "Comparison", "Tuning"]
+__all__ = ["Candidate", "Comparison", "Gathering", "Tuning"]
 
 # Less than this is not worth a word.
 NEGLIGIBLE_S = 1e-6
@@ -76,6 +76,20 @@ class Comparison:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What was found of the gathers of a sharded optimizer."""
+
+    comparison: Comparison  # of groups that were planned with those before
+    cost: PiecewiseCost  # of a gather, by the bytes of parameters, as learnt in training
+    all_reduced_s: float  # a step, predicted, if all messages were all-reduced: each as long as its two halves
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        found = {"comparison": self.comparison.to_json(), "cost": self.cost.to_json()}
+        return {**found, "all_reduced_s": self.all_reduced_s}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Tuning:
     """What the tuner is doing or has found. Steps are from the start of the forward pass to averaged gradients."""
@@ -94,6 +108,17 @@ class Tuning:
     trace: ModelTrace | None = field(default=None, compare=False)  # as observed, of the slowest rank
     cost: PiecewiseCost | None = field(default=None, compare=False)  # of a message, as learnt in training
     low_cost: PiecewiseCost | None = field(default=None, compare=False)  # in low precision, by bytes of gradients
+    gathering: Gathering | None = field(default=None, compare=False)  # where a sharded optimizer gathers parameters
+
+    @property
+    def costs(self) -> Cost | None:
+        """The cost of all kinds of messages that were observed."""
+        if self.cost is None or (self.low_cost is None and self.gathering is None):
+            return self.cost
+        if self.gathering is not None:
+            return sharded_of(self.cost, self.gathering.cost)
+        assert self.low_cost is not None  # noqa: S101 - one of the two is there
+        return WireCost(self.cost, self.low_cost)
 
     @property
     def plan(self) -> MergePlan | None:
@@ -145,7 +170,7 @@ class Tuning:
             f"{plural(chosen.plan.num_groups, 'message')} a step{self._precision}, {before}{buckets} "
             f"{self.messages_before}; {times}"
             f"{self.comparison}; exposed communication, measured, {format_seconds(self.exposed_s or 0.0)}; predicted "
-            f"step {format_seconds(chosen.predicted_s)}{between}{self._taken}; tuning took "
+            f"step {format_seconds(chosen.predicted_s)}{between}{self._taken}{self._gathered}; tuning took "
             f"{format_seconds(self.spent_s)}{again})"
         )
 
@@ -159,6 +184,20 @@ class Tuning:
         parts = (("a message takes", launch_s), ("all bytes together", bytes_s))
         said = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in parts if seconds > NEGLIGIBLE_S)
         return f"; {said} from the computation (learnt)" if said else ""
+
+    @property
+    def _gathered(self) -> str:
+        """How parameters are gathered, and whether plain all-reduces would be faster, in words."""
+        if self.gathering is None or self.plan is None:
+            return ""
+        plain_s = self.gathering.all_reduced_s
+        is_less = self.after_s is not None and plain_s < self.after_s
+        advice = ", less than was measured: a plain optimizer may be faster" if is_less else ""
+        compared = f", where {self.gathering.comparison}" if self.gathering.comparison.turns else ""
+        return (
+            f"; parameters in {plural(len(self.plan.gathers), 'gather')}{compared}; with plain all-reduces a step is "
+            f"predicted to take {format_seconds(plain_s)}{advice}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
@@ -181,4 +220,5 @@ class Tuning:
             "trace": self.trace.to_json() if self.trace else None,
             "cost": self.cost.to_json() if self.cost else None,
             **({"low_cost": self.low_cost.to_json(), "low_bytes": self.low_bytes} if self.low_cost else {}),
+            **({"gathering": self.gathering.to_json()} if self.gathering else {}),
         }
