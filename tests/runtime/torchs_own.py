@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import unittest
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -54,8 +55,10 @@ common_distributed.skip_if_no_gpu = _no_gpus_needed()
 common_distributed.logger.setLevel("ERROR")
 common_distributed.TIMEOUT_DEFAULT = 60
 common_distributed.TIMEOUT_OVERRIDE.clear()
-from torch.testing._internal.distributed import ddp_under_dist_autograd_test, distributed_test  # noqa: E402
-from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as rpc  # noqa: E402
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # some torches warn of what they themselves import
+    from torch.testing._internal.distributed import ddp_under_dist_autograd_test, distributed_test
+    from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as rpc
 
 distributed_test.HAS_TORCHVISION = False  # its models take minutes on a CPU
 _NOWHERE = os.open(os.devnull, os.O_WRONLY)

@@ -71,7 +71,7 @@ class World:
     def answer(self, turn: Turn) -> Seen:
         """Run the steps of a turn."""
         plan = turn.plan
-        found: dict[str, list[_Step]] = {"plain": [], "gradients": [], "messages": [], "gathers": []}
+        found: dict[str, list[_Step]] = {"plain": [], "gradients": [], "messages": [], "gathers": [], "alone": []}
         for note in turn.notes:
             step = self._step(plan)
             if note != "settle":
@@ -111,7 +111,9 @@ class World:
             return tuple(step.forward * sum(layer_s[name] for name in group) for group in plan.gathers)
 
         return AgreedSteps(
-            forward_s=tuple(step.at(step.timeline.forward.end_s) for step in steps),
+            forward_s=tuple(
+                step.at(self.trace.forward_s if note == "alone" else step.timeline.forward.end_s) for step in steps
+            ),
             compute_s=tuple(step.at(step.timeline.compute_s) for step in steps),
             mean_compute_s=tuple(step.at(step.timeline.compute_s) for step in steps),
             length_s=tuple(step.at(step.timeline.iteration_s) for step in steps),

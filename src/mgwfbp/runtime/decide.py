@@ -20,9 +20,9 @@ Where messages may travel in low precision (``wire``), the last plan of 2 is run
 then both, messages and precision, are planned (`plan_wire`), observed, and planned again. These plans take part in 3;
 and of those within `PRECISION` of the fastest the one that sends the fewest bytes in low precision is kept.
 
-Where a sharded optimizer gathers parameters (``gathers``), that is tuned when the messages are chosen: what gathers
-take and when the forward pass needs each is observed, their groups are planned, and these take turns with the groups in
-force as in 3 and 4, in at most `GATHERS` of the steps again.
+Where a sharded optimizer gathers parameters (``gathers``), that is tuned when the messages are chosen: it is observed
+what gathers take, when the forward pass needs each, and what that takes without them; groups are planned, and take
+turns with those in force as in 3 and 4, in at most `GATHERS` of the steps again.
 
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
 does not change the forward pass: so the part of a step that goes with its forward pass is taken out of the comparison
@@ -51,7 +51,7 @@ __all__ = ["BUCKET_MIB", "Limits", "Turn", "Verdict", "compare", "decide", "plan
 _ALL: tuple[Note, ...] = ("plain", "gradients", "messages")
 OBSERVE: tuple[Note, ...] = ("settle", *_ALL, *_ALL, *_ALL)
 OBSERVE_MESSAGES: tuple[Note, ...] = ("settle", "messages", "messages", "messages")
-OBSERVE_GATHERS: tuple[Note, ...] = ("settle", "gathers", "gathers", "gathers")
+OBSERVE_GATHERS: tuple[Note, ...] = ("settle", *("gathers", "alone") * 3)
 GLANCE: tuple[Note, ...] = ("settle", "plain", "plain")
 LOOK: tuple[Note, ...] = ("settle", "plain", "plain", "plain")
 GLANCES = 3  # turns in which all candidates take part, whatever came of them

@@ -369,7 +369,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, observer, drift = self._handle, self._observer, self._drift
         shards = self._shards
-        if shards is not None and shards.pending and (self.is_compiled or runs_graphs(shards.modules)):
+        if (
+            shards is not None
+            and shards.pending
+            and (self.is_compiled or shards.waits_first or runs_graphs(shards.modules))
+        ):
             shards.finish_all()
         if handle is not None and handle.is_due:
             handle.before_forward()

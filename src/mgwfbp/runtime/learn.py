@@ -67,7 +67,7 @@ MOST_SLOWED = 1.5
 BEYOND = 4
 
 # What is noted of a step: each in steps of its own, since each disturbs the others.
-Note = Literal["settle", "plain", "gradients", "messages", "gathers"]
+Note = Literal["settle", "plain", "gradients", "messages", "gathers", "alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +241,7 @@ class Seen:
     gradients: AgreedSteps | None = None
     messages: AgreedSteps | None = None
     gathers: AgreedSteps | None = None
+    alone: AgreedSteps | None = None  # the forward pass, without gathers beside it
 
 
 @dataclass(slots=True)
@@ -256,6 +257,7 @@ class Known:
     _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
     gathers_s: dict[int, list[float]] = field(default_factory=dict)
     _pieces_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # of the forward pass, by what was gathered
+    _alone_s: float | None = None  # the forward pass without gathers beside it
 
     def learn(self, plan: MergePlan, seen: Seen) -> None:
         """Take over what came of a turn with this plan; of one with low precision only what its messages took."""
@@ -270,6 +272,7 @@ class Known:
                 self.gathers_s.setdefault(size, []).extend(taken_s)
             pieces_s = [median(values) for values in zip(*seen.gathers.pieces_s, strict=True)]
             self._pieces_s = dict(zip(plan.gathers, pieces_s, strict=True))
+            self._alone_s = None if seen.alone is None else min(median(seen.alone.forward_s), sum(pieces_s))
         if plan.wire:
             return
         for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
@@ -294,26 +297,37 @@ class Known:
     def whole_trace(self) -> ModelTrace:
         """The trace with what each layer takes in the forward pass, without waits for gathers, where that was observed.
 
-        What a group of parameters takes is spread over its layers as in the backward pass.
+        What a group of parameters takes is spread over its layers as in the backward pass, and together they take what
+        the forward pass does without gathers beside it.
         """
-        trace = self.trace
-        if not self._pieces_s:
+        trace, beside_s = self.trace, sum(self._pieces_s.values())
+        if not beside_s:
             return trace
+        share = 1.0 if self._alone_s is None else self._alone_s / beside_s
         backward_s = {layer.name: layer.backward_s for layer in trace.layers}
         forward_s: dict[str, float] = {}
         for group, piece_s in self._pieces_s.items():
             whole_s = sum(backward_s[name] for name in group)
             for name in group:
-                forward_s[name] = piece_s * (backward_s[name] / whole_s if whole_s else 1 / len(group))
+                forward_s[name] = share * piece_s * (backward_s[name] / whole_s if whole_s else 1 / len(group))
         layers = tuple(replace(layer, forward_s=forward_s[layer.name]) for layer in trace.layers)
         return replace(trace, forward_s=sum(forward_s.values()), layers=layers)
 
     @property
     def gather_cost(self) -> PiecewiseCost:
-        """What a gather costs: learnt over what a reduce-scatter of as many bytes costs, and it takes as much."""
+        """What a gather costs, learnt over what a reduce-scatter of as many bytes does; and takes from the computation.
+
+        That is what the forward pass takes longer than without gathers beside it: for each one as much as a message
+        takes at most, and the rest for their bytes.
+        """
         like = self.cost
         found = learn_cost(self.gathers_s, self.workers, like) if self.gathers_s else like
-        return replace(found, taken_s=like.taken_s, taken_per_byte_s=like.taken_per_byte_s)
+        if self._alone_s is None:
+            return replace(found, taken_s=like.taken_s, taken_per_byte_s=like.taken_per_byte_s)
+        taken_s, number = sum(self._pieces_s.values()) - self._alone_s, len(self._pieces_s)
+        launch_s = min(like.taken_s, taken_s / number)
+        all_bytes = sum(self.gradients.sizes_of(self._pieces_s))
+        return replace(found, taken_s=launch_s, taken_per_byte_s=(taken_s - number * launch_s) / max(1, all_bytes))
 
     @property
     def halves(self) -> ShardedCost:

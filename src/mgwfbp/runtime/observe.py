@@ -134,13 +134,16 @@ class Observer:
         self._number = next(self._numbers)
         reducer.observe_messages(weakly(self._message_is_asked_for))
 
-    def note(self, *, gradients: bool = False, messages: bool = False, gathers: bool = False) -> None:
+    def note(
+        self, *, gradients: bool = False, messages: bool = False, gathers: bool = False, alone: bool = False
+    ) -> None:
         """Say what is noted of the next steps besides their length: when gradients are ready, what messages take.
 
-        And of a model with a sharded optimizer, what gathers take that are begun from now on.
+        And of a model with a sharded optimizer what gathers take that are begun from now on, or, with ``alone``, what
+        the forward pass takes when it begins after them.
         """
         self._notes_messages = messages
-        self._reducer.observe_gathers(weakly(self._gather_has_begun) if gathers else None)
+        self._reducer.observe_gathers(weakly(self._gather_has_begun) if gathers else None, waits_first=alone)
         if gradients and self._hooks is None:
             self._hooks = GradientHooks(self._reducer.parameters, weakly(self._gradient_is_ready))
         elif not gradients and self._hooks is not None:

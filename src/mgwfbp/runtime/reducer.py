@@ -357,10 +357,10 @@ class ReducerHandle(Parameters):
         """The groups in which parameters are gathered, in their order."""
         return self.gathers if self.gathers is not None else [bucket[::-1] for bucket in self.buckets()[::-1]]
 
-    def observe_gathers(self, on_gather: OnGather | None) -> None:
-        """Call ``on_gather`` with every gather from now on, or with None nothing."""
+    def observe_gathers(self, on_gather: OnGather | None, *, waits_first: bool = False) -> None:
+        """Call ``on_gather`` with every gather from now on, or with None nothing; let forward passes wait for them."""
         if self._shard_group is not None:
-            self._shard_group.shards.on_gather = on_gather
+            self._shard_group.shards.on_gather, self._shard_group.shards.waits_first = on_gather, waits_first
 
     @property
     def torchs_groups(self) -> tuple[tuple[str, ...], ...]:

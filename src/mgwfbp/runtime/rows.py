@@ -253,6 +253,7 @@ class Shards:
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
         self.modules: list[nn.Module] = []  # whose parameters are guarded
         self.on_gather: OnGather | None = None  # called with every gather that is begun
+        self.waits_first = False  # whether forward passes begin when all gathers have ended, to see what they take then
         self._lock = threading.RLock()
 
     def check(self, groups: Sequence[Sequence[str]], gathers: Sequence[Sequence[str]] = ()) -> None:

@@ -228,7 +228,7 @@ def _tune(
             return order.verdict, default
         progress.doing = order.doing
         for note in order.notes:
-            observer.note(**{what: note == what for what in ("gradients", "messages", "gathers")})
+            observer.note(**{what: note == what for what in ("gradients", "messages", "gathers", "alone")})
             yield
         packed = _together(lambda: _pack(observer, order, gradients), group)  # noqa: B023
         seen = Seen(**{kind: steps.agreed(group) for kind, steps in packed.items()})
