@@ -2,6 +2,7 @@
 
     mgwfbp lab --hosts 2 --rate 600mbit -- python benchmarks/sharded.py --replay mobilenet_v2-h200-b64
     mgwfbp lab --hosts 4 --rate 10gbit -- python benchmarks/sharded.py --device cuda --model resnet50 --batch-size 64
+    python benchmarks/sharded.py --show benchmarks/sharded/*.json
 
 Every way has a model of its own and takes whole steps with SGD and momentum: forward and backward pass, and the update.
 Tuners work until they have settled. *Per group* is the plan that may all-reduce some messages, made with what both
@@ -13,7 +14,7 @@ bound. Prints Markdown.
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -48,7 +49,11 @@ def main() -> None:
     parser.add_argument("--tune-steps", type=int, default=300)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", help="results: print one table of them, and run nothing")
     options = parser.parse_args()
+    if options.show:
+        overview(options.show)
+        return
     with process_group(options.device, None, timeout_s=300):
         device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
         found = compare(options, device)
@@ -156,6 +161,20 @@ def show(found: dict[str, Any]) -> None:
         print(f"| {name} | {1e3 * middle:.1f} | {1e3 * low:.1f} to {1e3 * high:.1f} | {shown} | {base / middle:.3f} |")
     if "bound" in found["predicted_s"]:
         print(f"| bound | | | {1e3 * found['predicted_s']['bound']:.1f} | |")
+
+
+def overview(paths: Sequence[Path]) -> None:
+    """Print medians in ms, a row for each result; what is predicted stands in brackets."""
+    ways = ("no communication", "ddp", "auto", "sharded", "per group", "fsdp2")
+    print(f"| | {' | '.join(ways)} | bound | sharded over auto |\n|---{'|--:' * (len(ways) + 2)}|")
+    for path in paths:
+        found = json.loads(path.read_text())
+        step_s = {name: median(turns_s) for name, turns_s in found["turns_s"].items()}
+        predicted = {name: f" ({1e3 * one:.1f})" for name, one in found["predicted_s"].items() if name in step_s}
+        cells = [f"{1e3 * step_s[one]:.1f}{predicted.get(one, '')}" if one in step_s else "" for one in ways]
+        bound = f"({1e3 * found['predicted_s']['bound']:.1f})"
+        gain = step_s["auto"] / step_s["sharded"]
+        print(f"| {path.stem} | {' | '.join(cells)} | {bound} | {gain:.3f} |")
 
 
 def tell(text: str) -> None:
