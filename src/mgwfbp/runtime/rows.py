@@ -262,7 +262,8 @@ class Shards:
         wrong = [name for group in gathers for name in group if is_whole[name]]
         if wrong or (gathers and sum(map(len, gathers)) < len(self.owned) - sum(is_whole.values())):
             raise PlanError(
-                "the plan gathers other parameters than those that the sharded optimizer shards: give it to a new one, as plan="
+                "the plan gathers other parameters than those that the sharded optimizer shards: give it to a new one, "
+                "as plan="
             )
         for number, group in enumerate(groups):
             others = [name for name in group if is_whole[name] != is_whole[group[0]]]
