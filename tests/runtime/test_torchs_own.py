@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("expecttest", reason="torch's own tests need it")
+pytestmark = pytest.mark.timeout(420)  # of processes that may share their cores
 
 SOME = (
     "test_DistributedDataParallelCPU_grad_is_view",
@@ -25,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of each test with each class."""
     path = tmp_path_factory.mktemp("torchs") / "found.json"
     command = [sys.executable, "-m", "tests.runtime.torchs_own", str(path), *SOME]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     told: dict[str, Any] = json.loads(path.read_text())
     return told
