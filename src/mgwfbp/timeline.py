@@ -322,11 +322,7 @@ def _forward_pass(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[tuple
 def gather_waits(trace: ModelTrace, cost: Cost, plan: MergePlan, ends_s: Sequence[float]) -> list[tuple[float, float]]:
     """Return for each layer, in the order of the forward pass, when it may begin and what a gather then takes first.
 
-    Args:
-        trace: the layers, in the opposite order.
-        cost: what an all-gather takes from the computation, as `sharded_cost` has it.
-        plan: which parameters are gathered together.
-        ends_s: when each gather ends.
+    ``ends_s`` says when each gather of the plan ends.
     """
     all_gather = sharded_cost(cost)[1]
     size_of = {layer.name: layer.grad_bytes for layer in trace.layers}
