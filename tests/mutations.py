@@ -225,11 +225,15 @@ def command_for(name: str, source: random.Random) -> list[str]:
         [*simulate, "network.json", "--workers", "2,8"],
         ["report", "trace.json", "network.json", "--workers", "4", *form],
     ]
-    to_shard = ["--trace", "forward.json", "--cost", costs]
+    to_shard, to_simulate = (
+        ["--trace", "forward.json", "--cost", costs],
+        ["--trace", "forward.json", "--network", costs],
+    )
     commands = {
         "forward.json": [
             ["plan", *to_shard, "--engine", "sharded", *source.choice(((), ("-o", "out.json")))],
             ["compare", *to_shard, "--engine", "ddp,sharded", *as_json],
+            ["simulate", *to_simulate, "--engine", "ddp,sharded", *scenario, *as_json],
             ["report", "forward.json", costs, "sharded.json", *form],
         ],
         "sharded.json": [[*simulate, costs, "--plan", name], ["report", name, *report], ["report", name, *form]],

@@ -14,12 +14,10 @@ from mgwfbp import (
     LinearCost,
     MergePlan,
     ModelTrace,
-    PlanError,
     Timeline,
     load_network,
     load_trace,
     predict,
-    simulate_steps,
 )
 from mgwfbp.cost import ShardedCost, sharded_cost
 from mgwfbp.planners import find_plan, find_sharded_plan, plan_optimal, plan_sharded, sharded
@@ -342,12 +340,3 @@ def test_recorded_models_are_planned_nearly_exactly(model: str, network: str, wo
     assert predicted["iteration_s"] <= 1.001 * predicted["iteration_bound_s"]
     assert predicted["iteration_s"] < 0.95 * find_plan(trace, cost).predicted["iteration_s"]
     assert 0 <= predicted["gap"] < 0.1
-
-
-def test_the_simulator_refuses_a_plan_with_gathers() -> None:
-    trace, cost = make_trace([1.0, 2.0], [4, 4], forward_s=1.0), LinearCost(2, 1.0, 1.0)
-    plan = sharded_plan(trace, (2,), (True,))
-    with pytest.raises(
-        PlanError, match="the simulator all-reduces all messages: make a plan with `mgwfbp plan --engine"
-    ):
-        simulate_steps(trace, cost, plan)

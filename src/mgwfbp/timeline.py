@@ -16,6 +16,7 @@ from mgwfbp.units import format_seconds, plural, quote
 __all__ = [
     "Span",
     "Timeline",
+    "gather_waits",
     "lags_s",
     "lower_bound_s",
     "predict",
@@ -307,21 +308,32 @@ def _forward_pass(trace: ModelTrace, cost: Cost, plan: MergePlan) -> tuple[tuple
         return (), Span((), 0, 0.0, 0.0, trace.forward_s)
     all_gather, link_free_s = sharded_cost(cost)[1], 0.0
     size_of = {layer.name: layer.grad_bytes for layer in trace.layers}
-    gathers, place_of = [], dict[str, int]()  # which gather brings a parameter
-    for place, group in enumerate(plan.gathers):
+    gathers = []
+    for group in plan.gathers:
         num_bytes = sum(size_of[name] for name in group)
         start_s, link_free_s = link_free_s, link_free_s + _duration_s(all_gather, num_bytes)
         gathers.append(Span(group, num_bytes, 0.0, start_s, link_free_s))
-        place_of.update(dict.fromkeys(group, place))
-    takes_s = {place: taken_by(all_gather, span.num_bytes) for place, span in enumerate(gathers)}
+    now_s, waits = 0.0, gather_waits(trace, cost, plan, [span.end_s for span in gathers])
+    for layer_s, (arrived_s, taken_s) in zip(reversed(trace.layer_forward_s), waits, strict=True):
+        now_s = max(now_s, arrived_s) + taken_s + layer_s
+    return tuple(gathers), Span((), 0, 0.0, max(0.0, now_s - trace.forward_s), now_s)
+
+
+def gather_waits(trace: ModelTrace, cost: Cost, plan: MergePlan, ends_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Return for each layer, in the order of the forward pass, when it may begin and what a gather then takes first.
+
+    ``ends_s`` says when each gather of the plan ends.
+    """
+    all_gather = sharded_cost(cost)[1]
+    size_of = {layer.name: layer.grad_bytes for layer in trace.layers}
+    place_of = {name: place for place, group in enumerate(plan.gathers) for name in group}
+    takes_s = {
+        place: taken_by(all_gather, sum(size_of[name] for name in group)) for place, group in enumerate(plan.gathers)
+    }
     if trace.layers[-1].name in place_of:
         del takes_s[0]  # nothing is computed while the first gather is under way
-    now_s = 0.0
-    for layer, layer_s in zip(reversed(trace.layers), reversed(trace.layer_forward_s), strict=True):
-        place = place_of.get(layer.name, -1)
-        arrived_s = gathers[place].end_s if place >= 0 else 0.0
-        now_s = max(now_s, arrived_s) + takes_s.pop(place + 1, 0.0) + layer_s
-    return tuple(gathers), Span((), 0, 0.0, max(0.0, now_s - trace.forward_s), now_s)
+    places = [place_of.get(layer.name, -1) for layer in reversed(trace.layers)]
+    return [(ends_s[place] if place >= 0 else 0.0, takes_s.pop(place + 1, 0.0)) for place in places]
 
 
 def _ready_s(trace: ModelTrace, forward: Span) -> list[float]:

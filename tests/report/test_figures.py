@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, predict
+from mgwfbp.planners import find_sharded_plan
 from mgwfbp.report.inputs import Inputs
 from mgwfbp.report.matching import find_cases
 from mgwfbp.report.paper import FIGURES, Figure, Panel, paper_figure
@@ -35,15 +36,17 @@ def test_every_figure_of_the_paper_is_drawn_alike_twice(number: int) -> None:
     assert render_figure(figure, "svg") == render_figure(figure, "svg")
 
 
-def test_a_drawn_timeline_has_a_rectangle_for_every_message() -> None:
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["all-reduced", "sharded"])
+def test_a_drawn_timeline_has_a_rectangle_for_every_message_and_for_what_is_exposed(is_sharded: bool) -> None:
     from matplotlib.colors import to_rgba
     from matplotlib.figure import Figure as Canvas
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    from mgwfbp.report.figures import GRADIENTS, MESSAGES, draw_timelines
+    from mgwfbp.report.figures import EXPOSED, GRADIENTS, MESSAGES, draw_timelines
 
-    step = predict(TRACE, LinearCost(4, 1e-3, 2e-9), find_plan(TRACE, LinearCost(4, 1e-3, 2e-9), "mgwfbp"))
+    cost = LinearCost(4, 1e-3, 2e-9)
+    step = predict(TRACE, cost, find_sharded_plan(TRACE, cost) if is_sharded else find_plan(TRACE, cost, "mgwfbp"))
     axes = Canvas().subplots()
     draw_timelines([("toy", step)], axes)
 
@@ -52,7 +55,10 @@ def test_a_drawn_timeline_has_a_rectangle_for_every_message() -> None:
         patches = [patch for patch in axes.patches if isinstance(patch, PathPatch) and patch.get_facecolor() in wanted]
         return sum(np.asarray(patch.get_path().codes).tolist().count(Path.MOVETO) for patch in patches)
 
-    assert rectangles(MESSAGES) == len(step.messages)
+    assert rectangles(MESSAGES) == len(step.gathers) + len(step.messages)
+    waited_for = [span for span in step.gathers if span.start_s < step.waited_s]
+    assert bool(waited_for) == is_sharded
+    assert rectangles(EXPOSED) == len(waited_for) + sum(span.end_s > step.compute_s for span in step.messages)
     assert rectangles(GRADIENTS) == len(step.backward)
 
 

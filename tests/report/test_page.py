@@ -74,6 +74,37 @@ def test_a_timeline_shows_gathers_beside_messages_and_counts_what_was_waited_for
     title = tab.page.locator(".step:has([data-step^='p.json']) h4").inner_text()
     assert f"messages and {len(step.gathers)} gathers" in title
     assert f"exposed {format_seconds(step.exposed_s)} " in title
+    # Both exposed parts are marked: what the forward pass waits, and messages after the backward pass.
+    assert 0 < step.waited_s < step.exposed_s
+    assert tab.page.locator("[data-step^='p.json'] path.mark").count() == 2
+    assert tab.page.locator("[data-step=optimal] path.mark").count() == 1
+    tab.check()
+
+
+def test_gathers_are_told_before_messages_by_keys_by_pointing_and_in_the_table(tab: Tab, tmp_path: Path) -> None:
+    plan = find_sharded_plan(TRACE, COST)
+    gathers = predict(TRACE, COST, plan).gathers
+    tab.open(write_page(tmp_path, replace(planned(), plans=(("p.json", plan),))))
+    picture = tab.page.locator("[data-step^='p.json'] svg")
+    tooltip = tab.page.locator("#tooltip")
+    picture.focus()
+    told = []
+    for _ in range(len(gathers) + 1):
+        picture.press("ArrowRight")
+        told.append(tooltip.inner_text().splitlines()[0].partition(":")[0])
+    numbered = [f"gather {number} of {len(gathers)}" for number in range(1, len(gathers) + 1)]
+    assert told == [*numbered, f"message 1 of {len(plan.groups)}"]
+    picture.press("ArrowLeft")
+    start, end, takes = map(format_seconds, (gathers[-1].start_s, gathers[-1].end_s, gathers[-1].duration_s))
+    assert tooltip.inner_text().splitlines()[1] == f"start {start}, end {end}, takes {takes}"
+    box = picture.bounding_box()
+    tab.page.mouse.move(box["x"] + 74, box["y"] + 4 + 22 + 5 + 11)  # the first moment, on the lane of messages
+    assert tooltip.inner_text().startswith(f"gather 1 of {len(gathers)}: ")
+    details = tab.page.locator(".step:has([data-step^='p.json']) details")
+    details.locator("summary").click()
+    first = details.locator("tbody tr").first
+    assert first.locator("th").inner_text() == "gather 1"
+    assert details.locator("tbody tr").count() == len(gathers) + len(plan.groups)
     tab.check()
 
 

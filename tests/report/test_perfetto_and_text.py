@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mgwfbp import LinearCost, MergePlan, ModelTrace, Timeline, find_plan, predict
 from mgwfbp.planners import find_sharded_plan
 from mgwfbp.report import Inputs, draw_case, draw_timeline, find_cases, timelines_of, to_perfetto
-from mgwfbp.report.cases import step_rows
+from mgwfbp.report.cases import plan_of, step_rows
 from mgwfbp.report.perfetto import MAX_RANKS, LabelledTimeline
 from tests.examples import linear_costs, traces
 from tests.report.records import TRACE, bench
@@ -138,6 +138,7 @@ def test_gathers_are_drawn_and_named_where_there_are_some() -> None:
     assert text.endswith(", < > gathers in turn\n")
     row = next(row for row in step_rows(case) if row.strategy.startswith("sharded.json"))
     assert row.compute_s + row.exposed_s == pytest.approx(row.iteration_s)
+    assert plan_of(timeline).messages == plan.messages  # whose range the prediction has, and no other plan's
 
 
 def test_of_thousands_of_ranks_that_are_alike_a_few_are_written() -> None:

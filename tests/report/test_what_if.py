@@ -1,9 +1,11 @@
 """What if: the page plans anew, with the planners' own numbers, and begins with those of the section above it."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from mgwfbp import (
     PLANNERS,
     LayerTrace,
     LinearCost,
+    MergePlan,
     ModelTrace,
     Network,
     PiecewiseCost,
@@ -25,10 +28,10 @@ from mgwfbp import (
     predict,
 )
 from mgwfbp.network import ALGORITHMS
-from mgwfbp.planners import plan_bucket
+from mgwfbp.planners import find_sharded_plan, plan_bucket
 from mgwfbp.report import Inputs, find_cases, load_inputs
 from mgwfbp.report.inputs import KnownCost
-from mgwfbp.report.whatif import find_what_if, scaled
+from mgwfbp.report.whatif import WhatIf, find_what_if, scaled
 from mgwfbp.units import format_seconds
 from tests.examples import linear_costs, piecewise_costs
 from tests.report.browser import Tab, drawn_messages, open_tab, write_page
@@ -151,6 +154,75 @@ def test_the_pages_planners_are_pythons_on_random_models(tab: Tab, curved: bool,
         for some in (*found, *expected):
             del some["optimal"][0]
     assert found == expected
+
+
+def random_groups(chance: random.Random, names: Sequence[str]) -> list[tuple[str, ...]]:
+    cuts = sorted(chance.sample(range(1, len(names)), chance.randint(0, len(names) - 1)))
+    return [tuple(names[start:end]) for start, end in pairwise([0, *cuts, len(names)])]
+
+
+def random_sharded_plan(chance: random.Random, trace: ModelTrace) -> MergePlan:
+    """Any groups of neighbours in any order, some of them sharded, and any gathers of these."""
+    groups = random_groups(chance, [layer.name for layer in trace.layers])
+    kept = [group for group in groups if chance.random() < 0.8] or groups[:1]
+    gathers = random_groups(chance, [name for group in kept for name in group][::-1])
+    return MergePlan("random", "by hand", tuple(chance.sample(groups, len(groups))), gathers=tuple(gathers))
+
+
+def test_the_pages_step_of_a_plan_with_gathers_is_pythons(tab: Tab) -> None:
+    chance = random.Random(11)
+    cases, expected = [], []
+    for number in range(300):
+        layers = [
+            LayerTrace(
+                f"g{place}",
+                chance.choice([0.0, chance.random()]),
+                chance.choice([0, 5, 10**6, 3 * 10**7]),
+                chance.random(),
+            )
+            for place in range(chance.randint(1, 20))
+        ]
+        trace = ModelTrace("random", sum(layer.forward_s or 0.0 for layer in layers), tuple(layers))
+        cost = random_cost(chance, 1.0, curved=number % 2 == 0)
+        if number % 3:
+            cost = replace(cost, taken_s=chance.random() * 0.3, taken_per_byte_s=chance.random() * 1e-9)
+        plan = random_sharded_plan(chance, trace)
+        found = WhatIf("t", trace, cost, None, {}, "", {"p": plan}).to_json()
+        cases.append({"model": found["model"], "cost": cost_json(cost), "plan": found["sharded"][0]})
+        step = predict(trace, cost, plan)
+        expected.append([step.iteration_s, step.exposed_s, step.speedup])
+    measure = """;
+        return cases.map(({model, cost, plan}) => {
+            const step = predictSharded(model, scaledCost(cost, cost.workers, 1, 1), plan);
+            return [step.iteration_s, step.exposed_s, step.speedup];
+        });
+    }"""
+    found = tab.page.evaluate("(cases) => {" + SCRIPT + measure, cases)
+    assert [step[:2] for step in found] == [step[:2] for step in expected]
+    # Python adds up sums with fewer roundings since 3.12.
+    assert [step[2] for step in found] == pytest.approx([step[2] for step in expected], rel=1e-12)
+
+
+def test_what_if_has_the_step_of_a_plan_for_a_sharded_optimizer_with_its_groups_as_they_are(
+    tab: Tab, tmp_path: Path
+) -> None:
+    cost = LinearCost(4, 1e-3, 2e-9)
+    plan = find_sharded_plan(TRACE, cost)
+    assert plan.gathers
+    tab.open(write_page(tmp_path, Inputs(traces=(("t", TRACE),), costs=(("c", cost),), plans=(("p.json", plan),))))
+    row = tab.page.locator("#what-if tr[data-planner^='p.json']")
+    assert float(row.get_attribute("data-iteration")) == plan.predicted["iteration_s"]
+    choose(tab, "workers", "16")
+    choose(tab, "bandwidth", "2 times")
+    step = predict(TRACE, scaled(cost, per_byte=0.5, workers=16), plan)
+    assert float(row.get_attribute("data-iteration")) == step.iteration_s
+    assert float(row.get_attribute("data-exposed")) == step.exposed_s
+    assert "p.json (sharded): for a sharded optimizer, with the groups as they are" in (
+        tab.page.locator("#what-if").inner_text()
+    )
+    tab.page.locator("#what-if-precision").select_option("bfloat16")
+    assert row.count() == 0
+    tab.check()
 
 
 def test_the_page_scales_costs_as_python_does(tab: Tab) -> None:

@@ -13,7 +13,8 @@ import pytest
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network
 from mgwfbp.cli import progress, run
 from mgwfbp.cost import WireCost
-from mgwfbp.planners import PLANNERS, find_wire_plan
+from mgwfbp.planners import PLANNERS, find_sharded_plan, find_wire_plan
+from mgwfbp.timeline import lower_bound_s, sharded_lower_bound_s
 
 
 @pytest.fixture
@@ -301,3 +302,82 @@ def test_a_cost_of_low_precision_that_says_nothing_of_the_workers_is_refused_in_
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert "--wire" in printed.err
+
+
+OF_GATHERS = {"num_gathers", "all_reduced_bytes", "lower_bound_s"}
+
+
+@pytest.mark.parametrize("disturbed", [(), ("--straggler", "1.5"), ("--jitter", "0.1", "--contention", "1.5")])
+def test_the_plan_for_a_sharded_optimizer_stands_beside_those_that_all_reduce(
+    trace_file: str, capsys: pytest.CaptureFixture[str], disturbed: tuple[str, ...]
+) -> None:
+    arguments = ("--trace", trace_file, "--network", "1gbe", "--network", "10gbe", "--workers", "4,16", *disturbed)
+    usual = rows_of(capsys, *arguments)
+    rows = rows_of(capsys, *arguments, "--engine", "ddp,sharded")
+    assert [row["planner"] for row in rows] == [*PLANNERS, "sharded"] * 4
+    reduced = [row for row in rows if row["planner"] != "sharded"]
+    assert [{key: value for key, value in row.items() if key not in OF_GATHERS} for row in reduced] == usual
+    trace = ModelTrace.load(trace_file).scaled(1.5 if "--straggler" in disturbed else 1.0)
+    assert all(row["num_gathers"] == 0 and row["all_reduced_bytes"] == trace.grad_bytes for row in reduced)
+    for row in rows:
+        cost = load_network(row["network"]).cost(row["workers"])
+        bound_s = sharded_lower_bound_s if row["planner"] == "sharded" else lower_bound_s
+        assert row["lower_bound_s"] == bound_s(trace, cost) <= row["iteration_s"] * (1 + 1e-12)
+        assert row["bandwidth_bound_s"] <= row["iteration_s"] * (1 + 1e-12)
+        assert row["iteration_s"] == pytest.approx(row["compute_s"] + row["exposed_s"], rel=1e-12)
+        if row["planner"] == "sharded":
+            plan = find_sharded_plan(trace, cost)
+            assert row["num_gathers"] == len(plan.gathers)
+            assert row["all_reduced_bytes"] == plan.predicted["all_reduced_bytes"]
+            if "--jitter" not in disturbed:
+                assert row["iteration_s"] == plan.predicted["iteration_s"]
+
+
+def test_the_table_has_bounds_and_gathers_and_a_line_says_what_sharding_gains(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--trace", trace_file, "--network", "1gbe", "--workers", "4,16")
+    rows = rows_of(capsys, *arguments, "--engine", "ddp,sharded")
+    assert run(["simulate", *arguments]) == 0
+    usual = capsys.readouterr().out
+    assert run(["simulate", *arguments, "--engine", "ddp,sharded"]) == 0
+    printed = capsys.readouterr()
+    head, *lines = printed.out.splitlines()
+    assert head.split()[-3:] == ["bound", "gathers", "all-reduced"]
+    assert head.startswith(usual.splitlines()[0])
+    # What was found of all-reduced messages is what is found without the other engine.
+    assert [line for line in usual.splitlines() if ":" in line] == [line for line in lines if ":" in line][:-1]
+    steps_s = {(row["workers"], row["planner"]): row["iteration_s"] for row in rows}
+    gains = [min(steps_s[count, name] for name in PLANNERS) / steps_s[count, "sharded"] for count in (4, 16)]
+    said = f"sharded is {min(gains):.2f} to {max(gains):.2f} times as fast as the best plan that all-reduces everything"
+    assert lines[-1] == f"1GbE, 4 to 16 workers: {said}"
+    assert "taken to cost half an all-reduce each" in printed.err
+    assert "the trace has no forward pass by layer" in printed.err
+
+
+def test_with_messages_in_flight_no_bound_is_claimed(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--trace", trace_file, "--network", "10gbe", "--workers", "4", "--in-flight", "2")
+    assert all(row["lower_bound_s"] is None for row in rows_of(capsys, *arguments, "--engine", "ddp,sharded"))
+
+
+def test_a_written_plan_with_gathers_is_simulated_as_it_says(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = find_sharded_plan(ModelTrace.load(trace_file), load_network("1gbe").cost(4))
+    assert plan.gathers
+    plan.save(tmp_path / "plan.json")
+    arguments = ("--trace", trace_file, "--network", "1gbe", "--workers", "4", "--plan", str(tmp_path / "plan.json"))
+    (row,) = rows_of(capsys, *arguments)
+    assert row["iteration_s"] == plan.predicted["iteration_s"]
+    written, planned = rows_of(capsys, *arguments, "--engine", "ddp,sharded")
+    assert {**written, "planner": "sharded"} == planned
+
+
+@pytest.mark.parametrize("arguments", [("sharded",), ("ddp,fsdp",), ("ddp,sharded", "--wire", "bfloat16")])
+def test_engines_that_cannot_be_are_refused_in_one_line(
+    trace_file: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert run(["simulate", "--trace", trace_file, "--network", "1gbe", "--workers", "4", "--engine", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "--engine" in printed.err

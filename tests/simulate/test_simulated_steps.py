@@ -1,6 +1,7 @@
 """The simulated step: equal to `predict` without jitter, and never faster for anything that makes it worse."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ from mgwfbp import (
     predict_parameter_server,
     simulate_steps,
 )
-from mgwfbp.cost import WireCost, low_precision_cost, taken_by
+from mgwfbp.cost import ShardedCost, WireCost, low_precision_cost, taken_by
 from mgwfbp.errors import PlanError
-from mgwfbp.planners import find_wire_plan
+from mgwfbp.planners import find_sharded_plan, find_wire_plan
 from mgwfbp.simulate.sweep import BASELINES
 
+KnownCost = LinearCost | PiecewiseCost
 times = st.floats(0.0, 10.0, allow_subnormal=False)
 # The simulator adds in another order than it compares in: what is equal in numbers may differ in the last bits.
 ROUNDING = 1 + 1e-12
@@ -37,8 +39,11 @@ ROUNDING = 1 + 1e-12
 @st.composite
 def traces(draw: st.DrawFn, max_layers: int = 12) -> ModelTrace:
     spans = draw(st.lists(st.tuples(times, st.integers(0, 10**6)), min_size=1, max_size=max_layers))
-    layers = (LayerTrace(f"layer{index}", *span) for index, span in enumerate(spans))
-    return ModelTrace("random", draw(times), tuple(layers))
+    layers = tuple(LayerTrace(f"layer{index}", *span) for index, span in enumerate(spans))
+    if draw(st.booleans()):
+        return ModelTrace("random", draw(times), layers)
+    layers = tuple(replace(layer, forward_s=draw(times)) for layer in layers)
+    return ModelTrace("random", sum(layer.forward_s or 0.0 for layer in layers), layers)
 
 
 @st.composite
@@ -55,19 +60,32 @@ def costs(draw: st.DrawFn) -> LinearCost | PiecewiseCost:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan]:
+def gathers_of(draw: st.DrawFn, plan: MergePlan) -> tuple[tuple[str, ...], ...]:
+    """Return gathers of some of a plan's messages, in the order of the forward pass, in groups of their own."""
+    names = [name for group in plan.groups if draw(st.booleans()) for name in group][::-1]
+    cuts = sorted(draw(st.sets(st.integers(1, len(names)))) | {len(names)}) if names else []
+    return tuple(tuple(names[start:end]) for start, end in pairwise([0, *cuts]))
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, gathers: bool = True) -> tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan]:
     """Return a trace, a cost and any plan for it, also one that no planner would make."""
     trace, cost = draw(traces()), draw(costs())
     names = draw(st.permutations([layer.name for layer in trace.layers])) if draw(st.booleans()) else None
     cuts = sorted(draw(st.sets(st.integers(1, len(trace.layers)))) | {len(trace.layers)})
     sizes = np.diff([0, *cuts]).tolist()
     plan = MergePlan.of_sizes(trace, sizes)
-    if draw(st.booleans()):
+    if gathers and draw(st.booleans()):
+        plan = replace(plan, gathers=draw(gathers_of(plan)))
+    elif draw(st.booleans()):
         precision = st.sampled_from(["", "bfloat16"])
         plan = replace(plan, wire=tuple(draw(st.lists(precision, min_size=len(sizes), max_size=len(sizes)))))
     if names is not None:
         renamed = dict(zip(plan.layer_names, names, strict=True))
-        plan = replace(plan, groups=tuple(tuple(renamed[name] for name in group) for group in plan.groups))
+        groups, gathered = (
+            tuple(tuple(renamed[name] for name in group) for group in some) for some in (plan.groups, plan.gathers)
+        )
+        plan = replace(plan, groups=groups, gathers=gathered)
     return trace, cost, plan
 
 
@@ -94,9 +112,10 @@ def test_without_jitter_the_simulated_step_is_the_predicted_one_bit_for_bit(
     assert [simulation.timeline(step) for step in range(3)] == [timeline] * 3
     assert simulation.mean_iteration_s == timeline.iteration_s
     assert simulation.mean_exposed_s == timeline.exposed_s
-    # What messages took is the sum of many gaps in one and a difference in the other.
-    assert simulation.speedup == pytest.approx(timeline.speedup, rel=1e-9 if timeline.taken_s else 0, abs=0)
-    assert simulation.efficiency == pytest.approx(timeline.efficiency, rel=1e-9 if timeline.taken_s else 0, abs=0)
+    # What messages took and the forward pass waited is a sum of many gaps in one and a difference in the other.
+    rounding = 1e-9 if timeline.taken_s or timeline.gathers else 0
+    assert simulation.speedup == pytest.approx(timeline.speedup, rel=rounding, abs=0)
+    assert simulation.efficiency == pytest.approx(timeline.efficiency, rel=rounding, abs=0)
 
 
 @given(traces(), costs(), st.sampled_from(sorted(PLANNERS)))
@@ -105,6 +124,20 @@ def test_every_planner_keeps_its_promise_in_the_simulator(
 ) -> None:
     plan = find_plan(trace, cost, planner)
     assert simulate_steps(trace, cost, plan).mean_iteration_s == plan.predicted["iteration_s"]
+
+
+@given(traces(), costs(), costs(), costs())
+@settings(max_examples=50)
+def test_a_plan_for_a_sharded_optimizer_keeps_its_promise_in_the_simulator(
+    trace: ModelTrace, both: KnownCost, reduce_scatter: KnownCost, all_gather: KnownCost
+) -> None:
+    halves = (replace(half, workers=both.workers) for half in (reduce_scatter, all_gather))
+    for cost in (both, ShardedCost(both, *halves)):
+        plan = find_sharded_plan(trace, cost)
+        simulation = simulate_steps(trace, cost, plan)
+        assert simulation.timeline() == predict(trace, cost, plan)
+        assert simulation.mean_iteration_s == plan.predicted["iteration_s"]
+        assert simulation.mean_exposed_s == plan.predicted["exposed_s"]
 
 
 @given(traces(), costs(), costs(), st.sampled_from(["bfloat16", "float16"]))
@@ -233,7 +266,7 @@ def scale_s(case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], cont
     return trace.compute_s * contention + messages_s + 1e-9
 
 
-@given(cases(), st.sampled_from([1.0, 1.5, 3.0]))
+@given(cases(gathers=False), st.sampled_from([1.0, 1.5, 3.0]))
 @settings(max_examples=25)
 def test_contention_agrees_with_a_walk_through_time_in_small_ticks(
     case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], contention: float
@@ -296,6 +329,65 @@ def test_two_messages_in_flight_overlap_start_ups_and_not_bytes_by_hand() -> Non
     simulation = simulate_steps(burst, TOY_COST, MergePlan.of_sizes(burst, [1, 1, 1]), Scenario(in_flight=2))
     assert simulation.starts_s[:, 0].tolist() == [1.0, 1.0, 6.0]
     assert simulation.ends_s[:, 0].tolist() == [6.0, 9.0, 12.0]
+
+
+# A half of an all-reduce takes 1 s and 1 s for its byte. The forward pass is a, then b.
+TWO = ModelTrace("two", 4.0, (LayerTrace("b", 2.0, 1, 2.0), LayerTrace("a", 2.0, 1, 2.0)))
+TWO_COST = LinearCost(workers=2, startup_s=2.0, per_byte_s=2.0)
+TWO_SHARDED = MergePlan("two", "by hand", (("b",), ("a",)), gathers=(("a",), ("b",)))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "gathers", "forward", "backward", "messages", "exposed_s"),
+    [
+        # a waits for its gather until 2, b for nothing.
+        (Scenario(), [(0, 2), (2, 4)], (2, 6), [8, 10], [(8, 10), (10, 12)], 4),
+        # Beside the second gather, from 2 to 4, one second of a is computed; beside b's message one second of a.
+        (Scenario(contention=2.0), [(0, 2), (2, 4)], (3, 7), [9, 12], [(9, 11), (12, 14)], 5),
+        # The start-up of the second gather runs beside the first one; nothing had waited for it.
+        (Scenario(in_flight=2), [(0, 2), (0, 3)], (2, 6), [8, 10], [(8, 10), (10, 12)], 4),
+        # The slow worker's a is computed from 2 to 6, and its b was there at 4.
+        (Scenario(stragglers=(2.0,)), [(0, 2), (2, 4)], (2, 10), [14, 18], [(14, 16), (18, 20)], 4),
+    ],
+)
+def test_a_step_with_gathers_by_hand(
+    scenario: Scenario,
+    gathers: list[tuple[float, float]],
+    forward: tuple[float, float],
+    backward: list[float],
+    messages: list[tuple[float, float]],
+    exposed_s: float,
+) -> None:
+    simulation = simulate_steps(TWO, TWO_COST, TWO_SHARDED, scenario)
+    timeline = simulation.timeline()
+    assert [(span.start_s, span.end_s) for span in timeline.gathers] == gathers
+    assert (timeline.forward.start_s, timeline.forward.end_s) == forward
+    assert [span.end_s for span in timeline.backward] == backward
+    assert [(span.start_s, span.end_s) for span in timeline.messages] == messages
+    assert simulation.mean_exposed_s == timeline.exposed_s == exposed_s
+    assert "in 2 messages and 2 gathers" in repr(simulation)
+
+
+@given(cases(), st.integers(1, 5), st.floats(0.0, 1.0), st.integers(0, 10))
+def test_a_step_with_jitter_is_the_predicted_one_of_what_its_worker_computed(
+    case: tuple[ModelTrace, KnownCost, MergePlan], workers: int, shared: float, seed: int
+) -> None:
+    # Of one worker, or where a worker's step has one factor, the trace of a step can be read off the computation.
+    trace, cost, plan = case
+    shared = 1.0 if workers > 1 else shared
+    simulation = simulate_steps(
+        trace, replace(cost, workers=workers), plan, Scenario(jitter=0.5, jitter_shared=shared, steps=4, seed=seed)
+    )
+    for step, ready_s in enumerate(simulation.computation.ready_s.T):
+        slower = ready_s[0] / trace.forward_s if trace.forward_s else 1.0
+        layers = tuple(
+            replace(layer, backward_s=span_s, forward_s=forward_s * slower)
+            for layer, span_s, forward_s in zip(
+                trace.layers, np.diff(ready_s).tolist(), trace.layer_forward_s, strict=True
+            )
+        )
+        computed = ModelTrace(trace.model, sum(layer.forward_s or 0.0 for layer in layers), layers)
+        assert simulation.iteration_s[step] == pytest.approx(predict(computed, cost, plan).iteration_s, rel=1e-9)
 
 
 def test_one_straggler_holds_all_workers_back() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mgwfbp.cli.engine import Engines, read_engines, talk_of_halves
 from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
@@ -23,7 +24,7 @@ from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import PLANNERS, Planner, plan_wire, wire_planner_name
+from mgwfbp.planners import PLANNERS, SHARDED, Planner, plan_sharded, plan_wire, wire_planner_name
 from mgwfbp.simulate import (
     BASELINES,
     CostSource,
@@ -33,12 +34,14 @@ from mgwfbp.simulate import (
     Strategy,
     SweepRow,
     WireCluster,
+    find_gains,
     find_limits,
     sweep,
 )
 from mgwfbp.simulate.scenario import MAX_JITTER
+from mgwfbp.timeline import lower_bound_s, sharded_lower_bound_s
 from mgwfbp.trace import load_trace
-from mgwfbp.units import format_seconds, plural, printable
+from mgwfbp.units import format_bytes, format_seconds, plural, printable
 
 __all__ = ["print_rows", "simulate", "strategy_of"]
 
@@ -71,6 +74,7 @@ def simulate(
     ] = None,
     wire: Wire = None,
     wire_cost: WireCostFile = None,
+    engine: Engines = "ddp",
     scale: Annotated[
         str, typer.Option(metavar="X,X,...", help="Computation times this: batch above 1, faster device below.")
     ] = "1",
@@ -111,11 +115,14 @@ def simulate(
     if steps is None:
         steps = DEFAULT_JITTERED_STEPS if jitter else 1
     scenario = Scenario(jitter, jitter_shared, tuple(straggler or ()), contention, in_flight, steps, seed)
+    is_sharded = read_engines(engine, wire)
     names = ",".join(planner).split(",") if planner else [] if plan else list(PLANNERS)
     chosen = planners(bucket_mb, first_bucket_mb)
     strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
     if wire:
         strategies.append(Strategy(wire_planner_name(wire), partial(plan_wire, wire=wire)))
+    if is_sharded:
+        strategies.append(Strategy(SHARDED, plan_sharded, bound=sharded_lower_bound_s))
     links = Links(per_node, inside, algorithm, slow_link)
     sources = [links.source(name) for name in network]
     counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
@@ -125,15 +132,22 @@ def simulate(
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
     model = load_trace(trace)
     talk_of_low_cost(wire, wire_cost)
+    if is_sharded:
+        talk_of_halves(model)
     rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
     if as_json:
-        typer.echo(json.dumps([row.to_json() for row in rows], indent=1, allow_nan=False))
+        typer.echo(json.dumps([row.to_json(with_gathers=is_sharded) for row in rows], indent=1, allow_nan=False))
         return
     talk(repr(model))
-    print_rows(sorted(rows, key=lambda row: [source.name for source in sources].index(row.network)))
-    # What merging gains is said of messages as they are.
-    for finding in find_limits(row for row in rows if not wire or row.planner != wire_planner_name(wire)):
+    by_network = sorted(rows, key=lambda row: [source.name for source in sources].index(row.network))
+    print_rows(by_network, with_gathers=is_sharded)
+    # What merging gains is said of messages as they are, and all-reduced.
+    others = (SHARDED if is_sharded else None, wire_planner_name(wire) if wire else None)
+    for finding in find_limits(row for row in rows if row.planner not in others and not row.num_gathers):
         print_line(str(finding))
+    if is_sharded:
+        for gain in find_gains(rows, SHARDED):
+            print_line(str(gain))
 
 
 def _with_low_cost(sources: list[CostSource], counts: list[int], low: LinearCost | PiecewiseCost) -> CostSource:
@@ -160,7 +174,8 @@ def strategy_of(name: str, chosen: dict[str, Planner]) -> Strategy:
 
 def _fixed(path: str) -> Strategy:
     plan = MergePlan.load(path)
-    return Strategy(printable(path), lambda trace, cost: plan)  # noqa: ARG005 - every planner takes both
+    bound = sharded_lower_bound_s if plan.gathers else lower_bound_s
+    return Strategy(printable(path), lambda trace, cost: plan, bound=bound)  # noqa: ARG005 - every planner takes both
 
 
 def _scales(text: str) -> list[float]:
@@ -175,12 +190,13 @@ def _scales(text: str) -> list[float]:
     return scales
 
 
-def print_rows(rows: list[SweepRow]) -> None:
-    """Print a sweep as a table; columns that say the same of all rows are left out."""
+def print_rows(rows: list[SweepRow], *, with_gathers: bool = False) -> None:
+    """Print a sweep as a table, with bounds and gathers or without; columns that say the same of all are left out."""
     several_networks = len({row.network for row in rows}) > 1
     several_scales = len({row.scale for row in rows}) > 1
     several_steps = any(row.steps > 1 for row in rows)
     titles = ["planner", "workers", "messages", "step", "exposed", "speedup", "efficiency", "made of"]
+    titles += ["bound", "gathers", "all-reduced"] if with_gathers else []
     table = []
     for row in rows:
         cells = [
@@ -193,6 +209,12 @@ def print_rows(rows: list[SweepRow]) -> None:
             f"{row.efficiency:.1%}",
             row.limit,
         ]
+        if with_gathers:
+            cells += [
+                "-" if row.lower_bound_s is None else format_seconds(row.lower_bound_s),
+                str(row.num_gathers),
+                format_bytes(row.all_reduced_bytes),
+            ]
         if several_steps:
             cells.insert(4, format_seconds(row.iteration_p95_s))
         if several_scales:

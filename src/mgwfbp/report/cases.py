@@ -169,7 +169,8 @@ def plan_of(timeline: Timeline) -> MergePlan:
     """Return the plan whose messages these are."""
     groups = tuple(message.layers for message in timeline.messages)
     wire = tuple(message.wire for message in timeline.messages)
-    return MergePlan(timeline.model, timeline.planner, groups, wire=wire)
+    gathers = tuple(gather.layers for gather in timeline.gathers)
+    return MergePlan(timeline.model, timeline.planner, groups, wire=wire, gathers=gathers)
 
 
 def _result_row(strategy: CaseStrategy, result: StrategyResult, workers: int) -> StepRow:

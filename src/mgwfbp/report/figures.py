@@ -89,11 +89,15 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], axes: Axes) -> Non
         _draw_lane(axes, top, [(timeline.forward.start_s, timeline.forward.end_s)], (FORWARD, FORWARD))
         _draw_lane(axes, top, [(span.start_s, span.end_s) for span in timeline.backward], GRADIENTS)
         messages = [(span.start_s, span.end_s) for span in timeline.messages]
-        _draw_lane(axes, top - 1.05, [(span.start_s, span.end_s) for span in timeline.gathers], MESSAGES)
+        gathers = [(span.start_s, span.end_s) for span in timeline.gathers]
+        _draw_lane(axes, top - 1.05, gathers, MESSAGES)
         _draw_lane(axes, top - 1.05, messages, MESSAGES)
         end_s = timeline.compute_s
         late = [(max(start_s, end_s), stop_s) for start_s, stop_s in messages if stop_s > end_s]
         _draw_lane(axes, top - 1.05, late, EXPOSED)
+        waited_s = timeline.waited_s
+        early = [(start_s, min(stop_s, waited_s)) for start_s, stop_s in gathers if start_s < waited_s]
+        _draw_lane(axes, top - 1.05, early, EXPOSED)
         _hatch(axes, top - 1.05, [(span.start_s, span.end_s) for span in timeline.messages if span.wire])
         words = (
             f"{label}: {message_words(timeline)}, step {format_seconds(timeline.iteration_s)}, "

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from mgwfbp.cost import LinearCost
 from mgwfbp.network import Network
+from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.planners.fixed import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES
-from mgwfbp.report.cases import Case
+from mgwfbp.report.cases import Case, plan_of
 from mgwfbp.report.inputs import KnownCost
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
@@ -50,6 +51,7 @@ class WhatIf:
     network: Network | None  # where the cost comes from one: sliders then say its values, else how many times the cost
     bucket: Mapping[str, int]  # sizes, of planner `bucket`
     note: str
+    sharded: Mapping[str, MergePlan] = field(default_factory=dict)  # plans with gathers; the page does not plan them
 
     @property
     def sliders(self) -> dict[str, Slider]:
@@ -88,12 +90,21 @@ class WhatIf:
                 "forward_s": self.trace.forward_s,
                 "backward_s": [layer.backward_s for layer in self.trace.layers],
                 "grad_bytes": [layer.grad_bytes for layer in self.trace.layers],
+                **({"layer_forward_s": self.trace.layer_forward_s} if self.sharded else {}),
             },
+            "sharded": [{"name": name, **self._places(plan)} for name, plan in self.sharded.items()],
             "cost": _cost_json(self.cost),
             "network": None if self.network is None else self.network.to_json(),
             "sliders": {name: slider.to_json() for name, slider in self.sliders.items()},
             "bucket": dict(self.bucket),
         }
+
+    def _places(self, plan: MergePlan) -> dict[str, Any]:
+        place_of = {layer.name: place for place, layer in enumerate(self.trace.layers)}
+        groups, gathers = (
+            [[place_of[name] for name in group] for group in some] for some in (plan.groups, plan.gathers)
+        )
+        return {"groups": groups, "gathers": gathers, "sharded": plan.sharded}
 
 
 def _cost_json(cost: KnownCost) -> dict[str, Any]:
@@ -149,7 +160,21 @@ def find_what_if(case: Case, planners: Mapping[str, Planner] = PLANNERS) -> What
             "of bytes as (N - 1)/N: those of a ring do."
         )
     note += _otherwise(case, case.trace, case.cost, planners)
-    return WhatIf(case.title, case.trace, case.cost, case.network, _bucket_sizes(planners), note)
+    sharded = _sharded_plans(case, case.trace)
+    if sharded:
+        note += (
+            f" {', '.join(sharded)}: for a sharded optimizer, with the groups as they are and not planned anew; a "
+            "reduce-scatter and an all-gather are taken to cost half an all-reduce each."
+        )
+    return WhatIf(case.title, case.trace, case.cost, case.network, _bucket_sizes(planners), note, sharded)
+
+
+def _sharded_plans(case: Case, trace: ModelTrace) -> dict[str, MergePlan]:
+    """Return the plans of the case that gather parameters of this trace."""
+    steps = {strategy.name: strategy.predicted for strategy in case.strategies}
+    plans = {name: plan_of(step) for name, step in steps.items() if step is not None and step.gathers}
+    names = {layer.name for layer in trace.layers}
+    return {name: plan for name, plan in plans.items() if set(plan.layer_names) == names}
 
 
 def _bucket_sizes(planners: Mapping[str, Planner]) -> dict[str, int]:

@@ -4,7 +4,7 @@ Planners are passed in as functions; nothing here knows how a plan is made.
 """
 
 from mgwfbp.simulate.cluster import Cluster, CostSource, MeasuredCluster, WireCluster
-from mgwfbp.simulate.findings import Finding, find_crossing, find_limits
+from mgwfbp.simulate.findings import Finding, Gain, find_crossing, find_gains, find_limits
 from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, simulate_steps
@@ -16,6 +16,7 @@ __all__ = [
     "Cluster",
     "CostSource",
     "Finding",
+    "Gain",
     "Grid",
     "Limit",
     "MeasuredCluster",
@@ -26,6 +27,7 @@ __all__ = [
     "WireCluster",
     "bandwidth_bound_s",
     "find_crossing",
+    "find_gains",
     "find_limit",
     "find_limits",
     "simulate_steps",

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mgwfbp.errors import SimulationError
 from mgwfbp.record import check_count, check_real
+from mgwfbp.simulate.forward import GatheredForward
 from mgwfbp.simulate.scenario import Scenario
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
@@ -33,21 +34,27 @@ class Computation:
     ready_s: NDArray[np.float64]  # rows: end of the forward pass, then each gradient ready; a column is a step
 
 
-def draw_computation(trace: ModelTrace, workers: int, scenario: Scenario) -> Computation:
-    """Draw the steps of ``workers`` workers.
+def draw_computation(
+    trace: ModelTrace, workers: int, scenario: Scenario, forward: GatheredForward | None = None
+) -> Computation:
+    """Draw the steps of ``workers`` workers, whose forward pass waits for nothing or for gathers.
 
     The same seed gives the same numbers, whatever the plan and the link: strategies are compared on the same luck.
     """
     count = check_count(workers, "workers", SimulationError, minimum=1)
     spans_s = np.array([trace.forward_s, *(layer.backward_s for layer in trace.layers)])
-    slowest = scenario.slowest(count)
-    alike_s = np.cumsum(spans_s * slowest)[:, np.newaxis]
-    ready_s = _jittered(spans_s, count, scenario) if scenario.jitter else alike_s
+    if scenario.jitter:
+        ready_s = _jittered(spans_s, count, scenario, forward)
+    else:
+        slowest = np.full((1, 1, 1), scenario.slowest(count))
+        ready_s = _slowest_ends(spans_s, slowest, scenario.contention, forward).T
     check_real(float(ready_s[-1].max()), f"the computation of a step of {quote(trace.model)}", SimulationError)
     return Computation(trace, count, scenario, ready_s)
 
 
-def _jittered(spans_s: NDArray[np.float64], num_workers: int, scenario: Scenario) -> NDArray[np.float64]:
+def _jittered(
+    spans_s: NDArray[np.float64], num_workers: int, scenario: Scenario, forward: GatheredForward | None
+) -> NDArray[np.float64]:
     """Draw the steps in blocks of mirrored pairs; the order of the draws does not depend on the size of a block."""
     num_spans = len(spans_s)
     shared, own = math.sqrt(scenario.jitter_shared), math.sqrt(1 - scenario.jitter_shared)
@@ -76,16 +83,20 @@ def _jittered(spans_s: NDArray[np.float64], num_workers: int, scenario: Scenario
             if mirror:
                 np.reciprocal(factors, out=factors)  # exp(-x)
             columns = slice(2 * first + mirror, 2 * (first + num_pairs), 2)
-            ready_s[:, columns] = _slowest_ends(spans_s, factors * slowdowns).T
+            ready_s[:, columns] = _slowest_ends(spans_s, factors * slowdowns, scenario.contention, forward).T
     return ready_s
 
 
-def _slowest_ends(spans_s: NDArray[np.float64], factors: NDArray[np.float64]) -> NDArray[np.float64]:
+def _slowest_ends(
+    spans_s: NDArray[np.float64], factors: NDArray[np.float64], contention: float, forward: GatheredForward | None
+) -> NDArray[np.float64]:
     """Return the end of each span on the slowest worker, (pair, span), from factors (pair, span or 1, worker)."""
     if factors.shape[1] == 1:
         # One factor for all spans of a worker: the worker with the largest is the slowest all along.
-        return np.cumsum(spans_s * factors.max(axis=2), axis=1)
-    factors *= spans_s[:, np.newaxis]
-    np.cumsum(factors, axis=1, out=factors)
-    slowest: NDArray[np.float64] = factors.max(axis=2)
+        factors = factors.max(axis=2, keepdims=True)
+    times_s = factors * spans_s[:, np.newaxis]
+    if forward is not None:
+        times_s[:, 0] = forward.end_s(factors[:, 0], contention)
+    np.cumsum(times_s, axis=1, out=times_s)
+    slowest: NDArray[np.float64] = times_s.max(axis=2)
     return slowest

@@ -8,7 +8,7 @@ from mgwfbp.simulate.limits import NEAR, Limit
 from mgwfbp.simulate.sweep import BASELINES, SweepRow
 from mgwfbp.units import plural
 
-__all__ = ["Finding", "find_crossing", "find_limits"]
+__all__ = ["Finding", "Gain", "find_crossing", "find_gains", "find_limits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,7 @@ class Finding:
         return None if self.merging_gain is None else self.merging_gain > 1 + NEAR
 
     def __str__(self) -> str:
-        first, last = self.workers[0], self.workers[-1]
-        where = f"{self.network}, {f'{first} to ' if last > first else ''}{plural(last, 'worker')}"
-        if self.scale != 1.0:
-            where += f", computation x {self.scale:g}"
-        return f"{where}: {self._verdict()}"
+        return f"{_where(self.network, self.scale, self.workers)}: {self._verdict()}"
 
     def _verdict(self) -> str:
         unmerged = f"; without merging a step takes up to {self.merging_gain or 0:.2f} times as long"
@@ -51,6 +47,12 @@ class Finding:
                     f"start-up times cost: the best plan is up to {self.above_bound:.0%} above what bandwidth allows"
                 )
                 return above + (unmerged if matters else "")
+
+
+def _where(network: str, scale: float, workers: Sequence[int]) -> str:
+    first, last = workers[0], workers[-1]
+    where = f"{network}, {f'{first} to ' if last > first else ''}{plural(last, 'worker')}"
+    return where if scale == 1.0 else f"{where}, computation x {scale:g}"
 
 
 def find_limits(rows: Iterable[SweepRow]) -> list[Finding]:
@@ -89,6 +91,43 @@ def _join(run: Sequence[Finding]) -> Finding:
         max(finding.above_bound for finding in run),
         max(gains, default=None),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times faster a planner is than the best plan that all-reduces everything, on some numbers of workers."""
+
+    network: str
+    scale: float
+    workers: tuple[int, ...]
+    planner: str
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        between = " to ".join(dict.fromkeys((f"{self.least:.2f}", f"{self.most:.2f}")))
+        where = _where(self.network, self.scale, self.workers)
+        return f"{where}: {self.planner} is {between} times as fast as the best plan that all-reduces everything"
+
+
+def find_gains(rows: Iterable[SweepRow], planner: str) -> list[Gain]:
+    """Say for every cluster and scale how much faster a planner is than the best plan that all-reduces everything."""
+    mine_s: dict[tuple[str, float], dict[int, float]] = {}
+    best_s: dict[tuple[str, float, int], float] = {}
+    for row in rows:
+        if row.planner == planner and row.workers > 1 and row.iteration_s:
+            mine_s.setdefault((row.network, row.scale), {})[row.workers] = row.iteration_s
+        elif row.planner not in BASELINES and not row.num_gathers:
+            point = (row.network, row.scale, row.workers)
+            best_s[point] = min(row.iteration_s, best_s.get(point, row.iteration_s))
+    found = []
+    for where, steps_s in mine_s.items():
+        points = {
+            count: best_s[*where, count] / steps_s[count] for count in sorted(steps_s) if (*where, count) in best_s
+        }
+        if points:
+            found.append(Gain(*where, tuple(points), planner, min(points.values()), max(points.values())))
+    return found
 
 
 def find_crossing(rows: Iterable[SweepRow], first: str = "wfbp", second: str = "single") -> tuple[int, int] | None:

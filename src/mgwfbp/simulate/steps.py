@@ -8,19 +8,19 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, low_precision_cost
+from mgwfbp.cost import Cost, low_precision_cost, sharded_cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_real
 from mgwfbp.simulate.compute import Computation, draw_computation
+from mgwfbp.simulate.contention import Times, computed_s, finished_s
+from mgwfbp.simulate.forward import GatheredForward
 from mgwfbp.simulate.scenario import IDEAL, Scenario
-from mgwfbp.timeline import Span, Timeline, lags_s, sent_with
+from mgwfbp.timeline import Span, Timeline, gather_waits, lags_s, sent_with
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural, quote
 
 __all__ = ["Link", "Simulation", "send_messages", "simulate_steps"]
-
-_Times = NDArray[np.float64]  # one per step
 
 
 def simulate_steps(
@@ -33,7 +33,9 @@ def simulate_steps(
     .. math:: \tau_c^{(g)} = \max\{\tau_c^{(g-1)} + t_c^{(g-1)},\; \max_w r_w^{(g)}\}
 
     which with equal workers is Eq. (7): without jitter the result equals `predict`, bit for bit. What messages take
-    from the computation, `lags_s`, they take from every worker's. ``overlap=False`` holds all messages back until the
+    from the computation, `lags_s`, they take from every worker's. Where parameters are gathered, time 0 is the end of
+    the last message of the step before, the forward pass of each worker waits for gathers (`GatheredForward`), and a
+    step is the period of training. ``overlap=False`` holds all messages back until the
     backward pass has ended everywhere, which is naive S-SGD, Eq. (3). What else can happen is in the `Scenario`. For a
     given plan neither more jitter nor a slower link ever makes the mean step faster.
 
@@ -75,18 +77,18 @@ class Link:
 
     in_flight: int
     contention: float
-    start_s: _Times  # of the last message
-    end_s: _Times  # of the last message
-    work_s: _Times  # computation done by start_s
-    ends_s: deque[_Times] = field(default_factory=deque)  # of the messages that may still be in flight
+    start_s: Times  # of the last message
+    end_s: Times  # of the last message
+    work_s: Times  # computation done by start_s
+    ends_s: deque[Times] = field(default_factory=deque)  # of the messages that may still be in flight
 
-    def ready_at(self, ready_s: _Times) -> _Times:
+    def ready_at(self, ready_s: Times) -> Times:
         """Return when, by the clock, this much computation is done; not before the last start."""
         if self.contention == 1.0:
             return ready_s
-        return _clock(ready_s, self.work_s, self.start_s, self.end_s, self.contention)
+        return finished_s(np.maximum(ready_s - self.work_s, 0.0), self.start_s, self.end_s, self.contention)
 
-    def send(self, ready_s: _Times, startup_s: float, message_s: float) -> None:
+    def send(self, ready_s: Times, startup_s: float, message_s: float) -> None:
         """Send a message of ``message_s``, ``startup_s`` of it start-up, when it is ready and may start."""
         ready_at_s = self.ready_at(ready_s)
         if self.in_flight == 1:
@@ -99,22 +101,8 @@ class Link:
             end_s = np.maximum(start_s + startup_s, self.end_s) + (message_s - startup_s)
             self.ends_s.append(end_s)
         if self.contention != 1.0:
-            self.work_s = self.work_s + _work(start_s - self.start_s, self.end_s - self.start_s, self.contention)
+            self.work_s = self.work_s + computed_s(start_s - self.start_s, self.end_s - self.start_s, self.contention)
         self.start_s, self.end_s = start_s, end_s
-
-
-def _work(elapsed_s: _Times, busy_s: _Times, contention: float) -> _Times:
-    """Return the computation done in ``elapsed_s``, of which the first ``busy_s`` are under contention."""
-    return np.where(elapsed_s <= busy_s, elapsed_s / contention, busy_s / contention + (elapsed_s - busy_s))
-
-
-def _clock(ready_s: _Times, work_s: _Times, start_s: _Times, end_s: _Times, contention: float) -> _Times:
-    """Invert `_work`: when ``ready_s`` of computation are done, if ``work_s`` were at ``start_s``."""
-    missing_s = np.maximum(ready_s - work_s, 0.0)
-    under_contention_s = (end_s - start_s) / contention
-    return np.where(
-        missing_s <= under_contention_s, start_s + missing_s * contention, end_s + (missing_s - under_contention_s)
-    )
 
 
 def send_messages(
@@ -122,26 +110,51 @@ def send_messages(
 ) -> "Simulation":
     """Simulate the communication beside a computation that is already drawn; ``startup=False``: T(0) takes nothing."""
     trace, scenario = computation.trace, computation.scenario
-    plan.check_all_reduced("the simulator")
     plan.check_covers([layer.name for layer in trace.layers])
+    gathers, alone_s = _gather(computation, cost, plan, startup=startup)
     lag_s = np.array([0.0, *lags_s(trace, cost, plan)])[:, np.newaxis] * overlap
-    ready_s = computation.ready_s + lag_s
-    low = low_precision_cost(cost)
+    ready_s = alone_s + lag_s
+    low, reduce_scatter = low_precision_cost(cost), sharded_cost(cost)[0]
     num_steps = ready_s.shape[1]
     starts_s, ends_s, works_s = (np.empty((plan.num_groups, num_steps)) for _ in range(3))
     # Without overlap the link opens only when the last gradient is there; that is all the difference.
     opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
     link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
-    messages = zip(_messages(trace, plan), plan.wires, sent_with(trace, cost, plan), strict=True)
-    for index, ((last, num_bytes), wire, (row, taken_s)) in enumerate(messages):
-        sent_s = computation.ready_s[row + 1] + taken_s * overlap
-        startup_s, message_s = ((low(size) if wire else cost(size)) for size in (0, num_bytes))
-        if not startup:
-            startup_s, message_s = 0.0, message_s - startup_s
+    messages = zip(_messages(trace, plan), plan.wires, plan.sharded, sent_with(trace, cost, plan), strict=True)
+    for index, ((last, num_bytes), wire, is_sharded, (row, taken_s)) in enumerate(messages):
+        sent_s = alone_s[row + 1] + taken_s * overlap
+        kind = low if wire else reduce_scatter if is_sharded else cost
+        startup_s, message_s = _times_of(kind, num_bytes, startup=startup)
         link.send(np.maximum(ready_s[last], sent_s), startup_s, message_s)
         starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
     check_real(float(ends_s[-1].max()), f"the last message's end in a step of {quote(trace.model)}", SimulationError)
-    return Simulation(computation, plan, starts_s, ends_s, works_s, lag_s)
+    return Simulation(computation, plan, starts_s, ends_s, works_s, alone_s, lag_s, gathers)
+
+
+def _gather(
+    computation: Computation, cost: Cost, plan: MergePlan, *, startup: bool
+) -> tuple[tuple[Span, ...], NDArray[np.float64]]:
+    """Return the gathers of a plan, and when the slowest worker has each gradient ready after them."""
+    if not plan.gathers:
+        return (), computation.ready_s
+    trace, scenario, all_gather = computation.trace, computation.scenario, sharded_cost(cost)[1]
+    size_of = {layer.name: layer.grad_bytes for layer in trace.layers}
+    # All are ready when the step starts, and nothing else is under way until the last of them has ended.
+    nothing_s = np.zeros(1)
+    link, gathers = Link(scenario.in_flight, 1.0, nothing_s, nothing_s, nothing_s), []
+    for group in plan.gathers:
+        num_bytes = sum(size_of[name] for name in group)
+        link.send(nothing_s, *_times_of(all_gather, num_bytes, startup=startup))
+        gathers.append(Span(group, num_bytes, 0.0, link.start_s.item(), link.end_s.item()))
+    arrived_s, taken_s = zip(*gather_waits(trace, cost, plan, [span.end_s for span in gathers]), strict=True)
+    forward = GatheredForward(trace.layer_forward_s[::-1], arrived_s, taken_s)
+    return tuple(gathers), draw_computation(trace, computation.workers, scenario, forward).ready_s
+
+
+def _times_of(cost: Cost, num_bytes: int, *, startup: bool) -> tuple[float, float]:
+    """Return the start-up time of a message and all of its time, without the former where it takes nothing."""
+    startup_s, message_s = cost(0), cost(num_bytes)
+    return (startup_s, message_s) if startup else (0.0, message_s - startup_s)
 
 
 def _messages(trace: ModelTrace, plan: MergePlan) -> Iterable[tuple[int, int]]:
@@ -165,13 +178,16 @@ class Simulation:
     starts_s: NDArray[np.float64]
     ends_s: NDArray[np.float64]
     works_s: NDArray[np.float64]  # computation done when each message starts
+    ready_s: NDArray[np.float64]  # as the computation's, after what the forward pass waits for gathers
     lag_s: NDArray[np.float64]  # what messages have taken from it before each gradient; first the forward pass, 0
+    gathers: tuple[Span, ...] = ()  # the same in every step
 
     def __repr__(self) -> str:
+        gathers = f" and {plural(len(self.gathers), 'gather')}" if self.gathers else ""
         return (
             f"Simulation({quote(self.computation.trace.model)} by {quote(self.plan.planner)}, "
             f"{plural(self.workers, 'worker')}: {plural(self.computation.scenario.steps, 'step')}, "
-            f"{format_seconds(self.mean_iteration_s)} in {plural(self.plan.num_groups, 'message')}, "
+            f"{format_seconds(self.mean_iteration_s)} in {plural(self.plan.num_groups, 'message')}{gathers}, "
             f"{format_seconds(self.mean_exposed_s)} exposed)"
         )
 
@@ -183,8 +199,14 @@ class Simulation:
     @cached_property
     def compute_s(self) -> NDArray[np.float64]:
         """When the backward pass ends on the slowest worker, for each step."""
-        compute_s: NDArray[np.float64] = self._by_clock((self.computation.ready_s + self.lag_s)[-1:])[0]
+        compute_s: NDArray[np.float64] = self._by_clock((self.ready_s + self.lag_s)[-1:])[0]
         return compute_s
+
+    @cached_property
+    def waited_s(self) -> NDArray[np.float64]:
+        """What the slowest worker's forward pass waits for gathers and loses to them, for each step."""
+        waited_s: NDArray[np.float64] = np.maximum(self.ready_s[0] - self.computation.ready_s[0], 0.0)
+        return waited_s
 
     @cached_property
     def iteration_s(self) -> NDArray[np.float64]:
@@ -204,8 +226,8 @@ class Simulation:
 
     @property
     def mean_exposed_s(self) -> float:
-        """The mean of the communication that no computation hides."""
-        return float((self.iteration_s - self.compute_s).mean())
+        """The mean of the communication that no computation hides; what the forward pass waits is part of it."""
+        return float((self.iteration_s - self.compute_s + self.waited_s).mean())
 
     @property
     def ratio(self) -> float:
@@ -231,19 +253,19 @@ class Simulation:
 
     def timeline(self, step: int = 0) -> Timeline:
         """Lay one step out in time; the computation shown is, gradient by gradient, that of the slowest worker."""
-        trace, steps, ready_s = self.computation.trace, self.computation.scenario.steps, self.computation.ready_s
+        trace, steps, ready_s = self.computation.trace, self.computation.scenario.steps, self.ready_s
         if not 0 <= step < steps:
             raise SimulationError(f"step {step} was not simulated, expected 0 to {steps - 1}")
         column = step if ready_s.shape[1] > 1 else 0
         # Gradients come one after the other, also where rounding has it otherwise.
-        clock_s = np.maximum.accumulate(self._by_clock(ready_s + self.lag_s)[:, column]).tolist()
+        ends_s = np.maximum.accumulate(self._by_clock(ready_s + self.lag_s)[:, column]).tolist()
         starts_s = self._by_clock(ready_s[:-1] + self.lag_s[1:])[:, column].tolist()
         backward = [
             Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s)
-            for layer, start_s, end_s in zip(trace.layers, map(max, starts_s, clock_s[:-1]), clock_s[1:], strict=True)
+            for layer, start_s, end_s in zip(trace.layers, map(max, starts_s, ends_s[:-1]), ends_s[1:], strict=True)
         ]
         messages = [
-            Span(group, num_bytes, min(clock_s[last], start_s), start_s, end_s, wire)
+            Span(group, num_bytes, min(ends_s[last], start_s), start_s, end_s, wire)
             for group, wire, (last, num_bytes), start_s, end_s in zip(
                 self.plan.groups,
                 self.plan.wires,
@@ -253,16 +275,17 @@ class Simulation:
                 strict=True,
             )
         ]
-        forward = Span((), 0, 0.0, 0.0, clock_s[0])
-        return Timeline(trace.model, self.plan.planner, self.workers, forward, tuple(backward), tuple(messages))
+        forward = Span((), 0, 0.0, float(self.waited_s[column]), ends_s[0])
+        whose = (trace.model, self.plan.planner, self.workers)
+        return Timeline(*whose, forward, tuple(backward), tuple(messages), self.gathers)
 
     def _by_clock(self, ready_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when, by the clock, so much computation is done. [Note: clock and work]."""
         contention = self.computation.scenario.contention
         if contention == 1.0:
             return ready_s
-        clock_s = ready_s.copy()
-        for start_s, end_s, work_s in zip(self.starts_s, self.ends_s, self.works_s, strict=True):
-            later_s = _clock(ready_s, work_s, start_s, end_s, contention)
-            clock_s = np.where(ready_s > work_s, later_s, clock_s)
-        return clock_s
+        by_clock_s = ready_s.copy()
+        for start_s, end_s, done_s in zip(self.starts_s, self.ends_s, self.works_s, strict=True):
+            later_s = finished_s(np.maximum(ready_s - done_s, 0.0), start_s, end_s, contention)
+            by_clock_s = np.where(ready_s > done_s, later_s, by_clock_s)
+        return by_clock_s

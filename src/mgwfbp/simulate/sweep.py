@@ -1,7 +1,7 @@
 """Many simulations: every strategy on every cluster, number of workers and scale, planned anew for each."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from mgwfbp.simulate.compute import draw_computation
 from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, send_messages
+from mgwfbp.timeline import lower_bound_s
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["BASELINES", "Grid", "Strategy", "SweepRow", "sweep"]
@@ -29,6 +30,7 @@ class Strategy:
     planner: Planner
     overlap: bool = True  # False: all messages wait for the end of the backward pass
     servers: Callable[[int], int] | None = None  # parameter servers for N workers; None: an all-reduce
+    bound: Callable[[ModelTrace, Cost], float] = lower_bound_s  # no plan of this kind has a shorter step
 
     def cost(self, source: CostSource, workers: int) -> Cost:
         """Return what a message costs this strategy."""
@@ -94,17 +96,23 @@ class SweepRow:
     iteration_s: float
     iteration_std_s: float
     iteration_p95_s: float
-    compute_s: float  # until the backward pass has ended on the slowest worker
+    compute_s: float  # until the backward pass has ended on the slowest worker, less what it waited for gathers
     exposed_s: float
     speedup: float  # over one undisturbed worker of the same scale
     efficiency: float
     bandwidth_bound_s: float  # the step if start-up times were nothing
     limit: Limit  # what the step is made of
     steps: int
+    num_gathers: int
+    all_reduced_bytes: int  # of gradients; the others are sharded
+    lower_bound_s: float | None  # which no plan of the kind can undercut; None: messages in flight overlap start-ups
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON-ready data."""
-        return asdict(self)
+    def to_json(self, *, with_gathers: bool = False) -> dict[str, Any]:
+        """Return the row as JSON-ready data, without what is said of gathers and bounds or with it."""
+        return {name: value for name, value in asdict(self).items() if with_gathers or name not in _OF_GATHERS}
+
+
+_OF_GATHERS = ("num_gathers", "all_reduced_bytes", "lower_bound_s")
 
 
 def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator[SweepRow]:
@@ -123,26 +131,36 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
                     cost = strategy.cost(source, workers)
                     plan = strategy.planner(planned, cost)
                     result = send_messages(computation, cost, plan, overlap=strategy.overlap)
-                    yield _row(source.name, scale, strategy, result, cost)
+                    row = _row(source.name, scale, strategy, result, cost)
+                    if scenario.in_flight == 1:
+                        row = replace(row, lower_bound_s=strategy.bound(planned, cost))
+                    yield row
 
 
 def _row(network: str, scale: float, strategy: Strategy, result: Simulation, cost: Cost) -> SweepRow:
-    bound_s = bandwidth_bound_s(result.computation, cheaper_cost(cost) if result.plan.wire else cost)
-    bytes_alone = send_messages(result.computation, cost, result.plan, overlap=strategy.overlap, startup=False)
+    plan = result.plan
+    bound_s = bandwidth_bound_s(result.computation, cheaper_cost(cost) if plan.wire else cost, plan)
+    compute_s = float((result.compute_s - result.waited_s).mean())
+    size_of = {layer.name: layer.grad_bytes for layer in result.computation.trace.layers}
+    kept = [group for group, is_sharded in zip(plan.groups, plan.sharded, strict=True) if not is_sharded]
+    bytes_alone = send_messages(result.computation, cost, plan, overlap=strategy.overlap, startup=False)
     return SweepRow(
         network=network,
         scale=scale,
         workers=result.workers,
         planner=strategy.name,
-        num_groups=result.plan.num_groups,
+        num_groups=plan.num_groups,
         iteration_s=result.mean_iteration_s,
         iteration_std_s=float(result.iteration_s.std()),
         iteration_p95_s=result.quantile_s(0.95),
-        compute_s=result.mean_compute_s,
+        compute_s=compute_s,
         exposed_s=result.mean_exposed_s,
         speedup=result.speedup,
         efficiency=result.efficiency,
         bandwidth_bound_s=bound_s,
-        limit=find_limit(result.mean_iteration_s, result.mean_compute_s, bound_s, bytes_alone.mean_iteration_s),
+        limit=find_limit(result.mean_iteration_s, compute_s, bound_s, bytes_alone.mean_iteration_s),
         steps=result.computation.scenario.steps,
+        num_gathers=len(plan.gathers),
+        all_reduced_bytes=sum(size_of[name] for group in kept for name in group),
+        lower_bound_s=None,
     )

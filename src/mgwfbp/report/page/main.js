@@ -16,17 +16,23 @@ function decodeStep(data) {
     ...data,
     backward: { ...backward, layers: (place) => namesOf(backward.ranges[place]) },
     messages: { ...data.messages, layers: (place) => namesOf(data.messages.ranges[place]) },
+    ...(data.gathers ? { gathers: { ...data.gathers, layers: (place) => namesOf(data.gathers.ranges[place]) } } : {}),
   };
 }
 
 function stepTitle(step) {
   const exposed = step.iteration_s - step.compute_s + (step.waited_s ?? 0);
-  const gathers = step.gathers ? ` and ${plural(step.gathers.start.length, "gather")}` : "";
   const share = step.iteration_s ? exposed / step.iteration_s : 0;
   return (
-    `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}${gathers}, step ${formatSeconds(step.iteration_s)}, ` +
+    `${step.name}, ${step.known}: ${messageWords(step)}, step ${formatSeconds(step.iteration_s)}, ` +
     `exposed ${formatSeconds(exposed)} (${formatDigits(share * 100, 3)} %)${lowWords(step)}`
   );
+}
+
+// mgwfbp.report.words.message_words
+function messageWords(step) {
+  const gathers = step.gathers ? ` and ${plural(step.gathers.start.length, "gather")}` : "";
+  return `${plural(step.messages.start.length, "message")}${gathers}`;
 }
 
 // mgwfbp.report.words.low_words
@@ -85,7 +91,7 @@ function addSteps(section, steps) {
     const plot = make("div", { class: "plot", "data-step": step.name, "data-how": step.how });
     addPicture(plot, (width) => drawStep(plot, step, view, width, zoom));
     redraw.push(() => drawStep(plot, step, view, plot.clientWidth, zoom));
-    const title = `The ${plural(step.messages.start.length, "message")} of ${step.name}, ${step.known}`;
+    const title = `The ${messageWords(step)} of ${step.name}, ${step.known}`;
     section.append(make("div", { class: "step" }, make("h4", {}, stepTitle(step)), plot, makeLateTable(title, () => messageTable(step))));
   }
 }

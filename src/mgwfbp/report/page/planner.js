@@ -473,10 +473,60 @@ function predictStep(model, cost, sizes) {
   return { begin, ready, messages, ...judgeStep(cost, compute_s, Math.max(compute_s, linkFree), taken) };
 }
 
-function judgeStep(cost, compute_s, iteration_s, taken_s) {
-  const exposed_s = iteration_s - compute_s;
+// The same of a plan with gathers, {groups, gathers, sharded}, whose groups are places of gradients; it is not planned
+// here. A half of an all-reduce costs half of it, and takes all of a message's launch: mgwfbp.cost.sharded_cost.
+function predictSharded(model, cost, plan) {
+  const bytesOf = (group) => group.reduce((sum, layer) => sum + model.grad_bytes[layer], 0);
+  const half = (bytes) => 0.5 * messageTime(cost, bytes);
+  const halfTaken = (bytes) => takenBy({ taken_s: cost.taken_s, taken_per_byte_s: 0.5 * (cost.taken_per_byte_s || 0) }, bytes);
+  const last = model.grad_bytes.length - 1;
+  const arrived = [];
+  const placeOf = new Map();
+  const takes = new Map();
+  plan.gathers.forEach((group, place) => {
+    arrived.push((place ? arrived[place - 1] : 0) + half(bytesOf(group)));
+    takes.set(place, halfTaken(bytesOf(group)));
+    for (const layer of group) placeOf.set(layer, place);
+  });
+  if (placeOf.has(last)) takes.delete(0); // nothing is computed while the first gather is under way
+  let now = 0;
+  for (let layer = last; layer >= 0; layer--) {
+    const place = placeOf.get(layer) ?? -1;
+    now = Math.max(now, place < 0 ? 0 : arrived[place]) + (takes.get(place + 1) ?? 0) + model.layer_forward_s[layer];
+    takes.delete(place + 1);
+  }
+  const alone = readyTimes({ ...model, forward_s: now });
+  const sent = []; // with which gradient each message is sent, and what those before it have taken
+  let row = 0;
+  let taken = 0;
+  plan.groups.forEach((group, place) => {
+    row = Math.max(row, ...group);
+    sent.push([row, taken]);
+    taken += plan.sharded[place] ? halfTaken(bytesOf(group)) : takenBy(cost, bytesOf(group));
+  });
+  const after = new Map(sent.slice(1).map(([, before], place) => [sent[place][0], before]));
+  const lags = [0];
+  for (let layer = 0; layer < last; layer++) lags.push(after.get(layer) ?? lags[layer]);
+  const ready = alone.map((time, layer) => time + lags[layer]);
+  let linkFree = 0;
+  let end = 0;
+  plan.groups.forEach((group, place) => {
+    const [sentRow, before] = sent[place];
+    const start = Math.max(linkFree, alone[sentRow] + before, ...group.map((layer) => ready[layer]));
+    linkFree = start + (plan.sharded[place] ? half(bytesOf(group)) : messageTime(cost, bytesOf(group)));
+    end = Math.max(end, linkFree);
+  });
+  const gaps = lags.map((lag, layer) => (layer ? alone[layer - 1] + lag - ready[layer - 1] : now + lag - now));
+  const lost = gaps.reduce((sum, gap) => sum + gap, 0);
+  const step = judgeStep(cost, ready[last], Math.max(ready[last], end), lost, Math.max(0, now - model.forward_s));
+  return { messages: { start: plan.groups }, ...step };
+}
+
+function judgeStep(cost, compute_s, iteration_s, taken_s, waited_s = 0) {
+  const exposed_s = iteration_s - compute_s + waited_s;
   const lost = exposed_s + taken_s;
-  const ratio = compute_s > taken_s ? lost / (compute_s - taken_s) : lost ? Infinity : 0;
+  const alone_s = compute_s - taken_s - waited_s;
+  const ratio = alone_s > 0 ? lost / alone_s : lost ? Infinity : 0;
   return { compute_s, iteration_s, exposed_s, speedup: cost.workers / (1 + ratio), efficiency: 1 / (1 + ratio) };
 }
 

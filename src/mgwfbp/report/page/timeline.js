@@ -59,7 +59,7 @@ function drawStep(host, step, view, width, onZoom) {
     width: "100%",
     tabindex: 0,
     role: "img",
-    "aria-label": `${step.name}, ${step.known}: ${plural(step.messages.start.length, "message")}, step ${formatSeconds(step.iteration_s)}`,
+    "aria-label": `${step.name}, ${step.known}: ${messageWords(step)}, step ${formatSeconds(step.iteration_s)}`,
   });
   const add = (tag, attributes, ...children) => svg.appendChild(makeSvg(tag, attributes, ...children));
   for (const tick of linearTicks(view.start, view.end, width / 110)) {
@@ -88,26 +88,25 @@ function drawStep(host, step, view, width, onZoom) {
   }
   labelLane(add, x, view, step.forward, laneY.compute, "forward");
   labelLane(add, x, view, [step.forward[1], step.compute_s], laneY.compute, "backward");
-  if (step.iteration_s > step.compute_s && view.end > step.compute_s) {
-    const left = x(Math.max(step.compute_s, view.start));
-    const right = x(Math.min(step.iteration_s, view.end));
-    if (right > left) {
-      const late = { start: [], end: [] };
-      for (let place = 0; place < step.messages.start.length; place++) {
-        if (step.messages.end[place] <= step.compute_s) continue;
-        late.start.push(Math.max(step.compute_s, step.messages.start[place]));
-        late.end.push(step.messages.end[place]);
-      }
-      add("path", { class: "exposed even", d: rectangles(late, x, laneY.messages, LANE, view, even) });
-      add("path", { class: "exposed odd", d: rectangles(late, x, laneY.messages, LANE, view, odd) });
-      const end = step.iteration_s <= view.end ? "v-5" : ""; // open where it goes on beyond the picture
-      add("path", { class: "mark", d: `M${left} ${markY}v5H${right}${end}` });
-      const text = `exposed ${formatSeconds(step.iteration_s - step.compute_s)}`;
-      const room = right - left > text.length * 7.4;
-      const place = room ? { x: (left + right) / 2, "text-anchor": "middle" } : { x: left - 6, "text-anchor": "end" };
-      if (room || left > GUTTER + text.length * 7.4) {
-        add("text", { class: "exposed-label", y: room ? laneY.compute + LANE / 2 + 4 : markY + MARK - 2, ...place }, text);
-      }
+  for (const [from, to, spans] of exposedParts(step)) {
+    const left = x(Math.max(from, view.start));
+    const right = x(Math.min(to, view.end));
+    if (right <= left) continue;
+    const bare = { start: [], end: [] };
+    for (let place = 0; place < spans.start.length; place++) {
+      if (spans.end[place] <= from || spans.start[place] >= to) continue;
+      bare.start.push(Math.max(from, spans.start[place]));
+      bare.end.push(Math.min(to, spans.end[place]));
+    }
+    add("path", { class: "exposed even", d: rectangles(bare, x, laneY.messages, LANE, view, even) });
+    add("path", { class: "exposed odd", d: rectangles(bare, x, laneY.messages, LANE, view, odd) });
+    const end = to <= view.end ? "v-5" : ""; // open where it goes on beyond the picture
+    add("path", { class: "mark", d: `M${left} ${markY}v5H${right}${end}` });
+    const text = `exposed ${formatSeconds(to - from)}`;
+    const room = right - left > text.length * 7.4;
+    const place = room ? { x: (left + right) / 2, "text-anchor": "middle" } : { x: left - 6, "text-anchor": "end" };
+    if (room || left > GUTTER + text.length * 7.4) {
+      add("text", { class: "exposed-label", y: room ? laneY.compute + LANE / 2 + 4 : markY + MARK - 2, ...place }, text);
     }
   }
   const isLow = (place) => Boolean(step.messages.wire && step.messages.wire[place]);
@@ -115,6 +114,14 @@ function drawStep(host, step, view, width, onZoom) {
   const frame = add("rect", { class: "chosen", height: LANE, visibility: "hidden" });
   host.replaceChildren(svg);
   listen(svg, step, view, x, laneY, frame, onZoom);
+}
+
+// What nothing hides: messages after the backward pass, and gathers that the forward pass waits for.
+function exposedParts(step) {
+  const parts = [];
+  if (step.waited_s > 0) parts.push([0, step.waited_s, step.gathers]);
+  if (step.iteration_s > step.compute_s) parts.push([step.compute_s, step.iteration_s, step.messages]);
+  return parts;
 }
 
 const hasLow = (step) => Boolean(step.messages.wire && step.messages.wire.some(Boolean));
@@ -130,7 +137,8 @@ function labelLane(add, x, view, [start, end], y, text) {
 
 function listen(svg, step, view, x, laneY, frame, onZoom) {
   const width = svg.viewBox.baseVal.width;
-  let chosen = -1;
+  const numGathers = step.gathers ? step.gathers.start.length : 0;
+  let chosen = -1; // of gathers, then messages
   let dragFrom = null;
   const position = (event) => {
     const box = svg.getBoundingClientRect();
@@ -143,7 +151,7 @@ function listen(svg, step, view, x, laneY, frame, onZoom) {
     const left = x(Math.max(spans.start[place], view.start));
     const right = Math.max(left + 1, x(Math.min(spans.end[place], view.end)));
     frame.setAttribute("x", left);
-    frame.setAttribute("y", lane === "messages" ? laneY.messages : laneY.compute);
+    frame.setAttribute("y", lane === "messages" || lane === "gathers" ? laneY.messages : laneY.compute);
     frame.setAttribute("width", right - left);
     frame.setAttribute("visibility", "visible");
     tooltip.show(describe(step, lane, place), clientX, clientY);
@@ -157,10 +165,11 @@ function listen(svg, step, view, x, laneY, frame, onZoom) {
     const inMessages = at.y >= laneY.messages - GAP / 2;
     const near = (3 * (view.end - view.start)) / width;
     const time = timeAt(at.x);
-    const lane = inMessages ? "messages" : time < step.forward[1] ? "forward" : "backward";
+    const early = time < step.forward[1];
+    const lane = inMessages ? (early && step.gathers ? "gathers" : "messages") : early ? "forward" : "backward";
     const place = lane === "forward" ? 0 : findSpan(step[lane], time, near);
     if (at.x < GUTTER - 4 || place < 0) return hide();
-    if (inMessages) chosen = place;
+    if (inMessages) chosen = lane === "gathers" ? place : numGathers + place;
     show(lane, place, event.clientX, event.clientY);
   };
   svg.addEventListener("pointermove", point);
@@ -185,10 +194,11 @@ function listen(svg, step, view, x, laneY, frame, onZoom) {
     if (event.key === "Escape") return hide();
     if (!step_) return undefined;
     event.preventDefault();
-    chosen = Math.min(Math.max(0, chosen + step_), step.messages.start.length - 1);
+    chosen = Math.min(Math.max(0, chosen + step_), numGathers + step.messages.start.length - 1);
+    const [lane, place] = chosen < numGathers ? ["gathers", chosen] : ["messages", chosen - numGathers];
     const box = svg.getBoundingClientRect();
-    const middle = (step.messages.start[chosen] + step.messages.end[chosen]) / 2;
-    return show("messages", chosen, box.left + (x(middle) * box.width) / width, box.top + laneY.messages + LANE);
+    const middle = (step[lane].start[place] + step[lane].end[place]) / 2;
+    return show(lane, place, box.left + (x(middle) * box.width) / width, box.top + laneY.messages + LANE);
   });
 }
 
@@ -209,7 +219,8 @@ function findSpan(spans, time, near) {
 
 function describe(step, lane, place) {
   if (lane === "forward") {
-    return ["forward pass", `${formatSeconds(step.forward[0])} to ${formatSeconds(step.forward[1])}`];
+    const waited = step.waited_s > 0 ? [`waited ${formatSeconds(step.waited_s)} for gathers, drawn in front of it`] : [];
+    return ["forward pass", `${formatSeconds(step.forward[0])} to ${formatSeconds(step.forward[1])}`, ...waited];
   }
   const spans = step[lane];
   const names = spans.layers(place);
@@ -222,6 +233,14 @@ function describe(step, lane, place) {
     ];
   }
   const more = names.length > MOST_NAMES ? [`… and ${names.length - MOST_NAMES} more`] : [];
+  if (lane === "gathers") {
+    return [
+      `gather ${place + 1} of ${spans.start.length}: ${plural(names.length, "parameter")}, ${formatBytes(spans.bytes[place])}`,
+      `start ${formatSeconds(spans.start[place])}, end ${formatSeconds(spans.end[place])}, ${takes}`,
+      ...names.slice(0, MOST_NAMES),
+      ...more,
+    ];
+  }
   const waits = spans.start[place] - spans.ready[place];
   const late = spans.end[place] - Math.max(spans.start[place], step.compute_s);
   return [
@@ -239,7 +258,7 @@ function messageTable(step) {
   const low = hasLow(step);
   return {
     titles: ["message", "gradients", "bytes", ...(low ? ["travels in", "sent"] : []), "ready", "start", "end", "takes", "from", "to"],
-    rows: start.map((_, place) => {
+    rows: [...gatherRows(step, low), ...start.map((_, place) => {
       const names = step.messages.layers(place);
       return [
         String(place + 1),
@@ -253,6 +272,17 @@ function messageTable(step) {
         names[0] ?? "",
         names[names.length - 1] ?? "",
       ];
-    }),
+    })],
   };
+}
+
+function gatherRows(step, low) {
+  if (!step.gathers) return [];
+  const { start, end, bytes } = step.gathers;
+  return start.map((_, place) => {
+    const names = step.gathers.layers(place);
+    const times = [0, start[place], end[place], end[place] - start[place]].map(formatSeconds);
+    const sent = low ? ["its own", formatBytes(bytes[place])] : [];
+    return [`gather ${place + 1}`, String(names.length), formatBytes(bytes[place]), ...sent, ...times, names[0] ?? "", names[names.length - 1] ?? ""];
+  });
 }

@@ -64,7 +64,9 @@ function makeWhatIf(cases, names) {
     const { bucket, optimal } = found;
     const view = { start: 0, end: Math.max(bucket.iteration_s, optimal.iteration_s) };
     drawWhatIfSteps(steps, entry, names, { bucket, optimal }, view);
-    table.replaceChildren(makePlannersTable(found));
+    // A plan for a sharded optimizer sends messages as they are.
+    const given = chosen.wire ? [] : entry.sharded.map((plan) => [plan.name, predictSharded(entry.model, cost, plan)]);
+    table.replaceChildren(makePlannersTable({ ...found, ...Object.fromEntries(given) }));
     speedups.replaceChildren(makeChart(speedupChart(entry, chosen)));
     drawPictures(false);
   }
