@@ -40,7 +40,11 @@ _SCRIPTS = ("planner.js", "draw.js", "timeline.js", "chart.js", "whatif.js", "ma
 _SCALING_WORKERS = (2, 4, 8, 16, 32, 64)
 _GLOSSARY = (
     ("Step:", "one training iteration: the forward pass, the backward pass, and what of the communication sticks out."),
-    ("Exposed:", "communication that no computation hides: from the end of the backward pass to the last message's."),
+    (
+        "Exposed:",
+        "communication that no computation hides: from the end of the backward pass to the last message's, "
+        "and what a forward pass waits for gathers.",
+    ),
     ("Efficiency:", "the step without communication over the step with it; times the workers it is the speedup."),
     (
         "Predicted:",
