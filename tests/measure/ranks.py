@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -107,10 +108,15 @@ def slowest() -> dict[str, Any]:
     rank = dist.get_rank()
     forward_s, first_s, second_s = [(1.0, 1.0, 1.0), (2.0, 0.25, 6.0), (1.0, 4.0, 0.25)][rank]
     trace = ModelTrace("toy", forward_s, (LayerTrace("b", first_s, 8), LayerTrace("a", second_s, 4)))
+    parts_s = [(0.25, 0.75), (0.5, 1.5), (1.0, 0.0)][rank]
+    layers = tuple(replace(layer, forward_s=part_s) for layer, part_s in zip(trace.layers, parts_s, strict=True))
+    known = replace(trace, layers=layers)
     line = LinearCost(3, [1.0, 3.0, 2.0][rank], [3.0, 1.0, 2.0][rank])
     curve = PiecewiseCost(3, ((4, [2.0, 1.0, 1.0][rank]), (8, [3.0, 3.0, 5.0][rank])))
     return {
         "trace": agree_on_trace(trace).to_json(),
+        "known": agree_on_trace(known).to_json(),
+        "known by some": agree_on_trace(known if rank else trace).to_json(),
         "line": agree_on_cost(line).to_json(),
         "curve": agree_on_cost(curve).to_json(),
     }

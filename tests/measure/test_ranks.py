@@ -107,6 +107,12 @@ def test_the_slowest_rank_counts_gradient_by_gradient_and_size_by_size(of_three:
         trace = ModelTrace.from_json(result["trace"])
         # The forward pass ends at 2 on rank 1; b is ready at 5 on rank 2, a at 8.25 on rank 1.
         assert (trace.forward_s, trace.ready_s) == (2.0, (5.0, 8.25))
+        assert [layer.forward_s for layer in trace.layers] == [None, None]
+        # b takes at most 1 (on rank 2), a at most 1.5 (on rank 1), and both together the 2 that rank 1 takes.
+        known = ModelTrace.from_json(result["known"])
+        assert {layer.name: layer.forward_s for layer in known.layers} == pytest.approx({"b": 0.8, "a": 1.2})
+        assert (known.forward_s, known.ready_s) == (2.0, (5.0, 8.25))
+        assert ModelTrace.from_json(result["known by some"]) == trace
         assert (result["line"]["startup_s"], result["line"]["per_byte_s"]) == (3.0, 3.0)
         assert result["curve"]["points"] == [[4, 2.0], [8, 5.0]]
 

@@ -52,7 +52,10 @@ def backward(
     workers: Workers = None,
     output: Output = None,
 ) -> None:
-    """Run a model and note when each gradient is ready."""
+    """Run a model and note when each gradient is ready.
+
+    And what each layer takes in the forward pass.
+    """
     chosen = choose(
         model=model, factory=factory, batch_size=batch_size, image_size=image_size, sequence_length=sequence_length
     )
@@ -65,7 +68,7 @@ def backward(
     def local() -> ModelTrace:
         with (
             failures_of(chosen.spec, batch_size, device),
-            progress_bar("backward", warmup + steps, shown=rank() == 0) as advance,
+            progress_bar("backward", warmup + 2 * steps, shown=rank() == 0) as advance,
         ):
             workload = chosen.build(device_of(device))
             trace = measure_backward(
