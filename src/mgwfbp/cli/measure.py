@@ -25,6 +25,7 @@ from mgwfbp.cli.workloads import (
     choose,
     device_of,
 )
+from mgwfbp.cost import LinearCost, PiecewiseCost, ShardedCost
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import plural
@@ -109,6 +110,14 @@ def allreduce(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the numbers in the messages.")
     ] = "float32",
+    halves: Annotated[
+        bool,
+        typer.Option(
+            "--halves",
+            help="Measure reduce-scatters and all-gathers of the same sizes, too: plans for a sharded optimizer use "
+            "them.",
+        ),
+    ] = False,
     output: Output = None,
 ) -> None:
     """Measure what all-reduces take between the workers."""
@@ -123,7 +132,7 @@ def allreduce(
         )
     import torch
 
-    from mgwfbp.measure.allreduce import measure_allreduce
+    from mgwfbp.measure.allreduce import measure_allreduce, measure_halves
 
     with process_group(device, backend), progress_bar("all-reduce", 1.0, shown=rank() == 0) as advance:
         done, network = 0.0, network_name()
@@ -133,7 +142,8 @@ def allreduce(
             advance(fraction - done)
             done = fraction
 
-        cost = measure_allreduce(
+        measured = measure_halves if halves else measure_allreduce
+        cost = measured(
             device=device_of(device),
             max_bytes=max(8, max_bytes),
             budget_s=budget,
@@ -141,10 +151,26 @@ def allreduce(
             on_progress=on_progress,
         )
     if rank() == 0:
-        write_record(replace(cost, source={**cost.source, "network": network}), output)
-        quality = cost.source["fit"]
-        talk(f"{cost!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
-        talk_of_padding(cost)
+        _write_cost(cost, network, output)
+
+
+def _write_cost(cost: PiecewiseCost | ShardedCost, network: str, output: str | None) -> None:
+    """Write what was measured, name the network in it, and say how near each curve is to its samples."""
+
+    def named(part: LinearCost | PiecewiseCost) -> LinearCost | PiecewiseCost:
+        return replace(part, source={**part.source, "network": network})
+
+    if isinstance(cost, ShardedCost):
+        halves = {"reduce-scatter: ": named(cost.reduce_scatter), "all-gather: ": named(cost.all_gather)}
+        parts = {"": named(cost.all_reduce), **halves}
+        write_record(ShardedCost(*parts.values()), output)
+    else:
+        parts = {"": named(cost)}
+        write_record(parts[""], output)
+    for words, part in parts.items():
+        quality = part.source["fit"]
+        talk(f"{words}{part!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
+        talk_of_padding(part)
 
 
 @measure.command()
