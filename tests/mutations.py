@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mgwfbp import LinearCost, Network, predict
+from mgwfbp import LinearCost, Network, PiecewiseCost, predict
 from mgwfbp.cli import run
+from mgwfbp.cost import ShardedCost
 from mgwfbp.planners import find_sharded_plan
 from tests.report.records import TRACE, write_all
 
@@ -181,6 +182,9 @@ def make_files(folder: Path) -> None:
     layers = tuple(replace(layer, forward_s=layer.backward_s / 2) for layer in TRACE.layers)
     trace, cost = replace(TRACE, layers=layers), LinearCost(4, 1e-3, 2e-9)
     plan = find_sharded_plan(trace, cost)
+    ShardedCost(cost, LinearCost(4, 1e-3, 1e-9), PiecewiseCost(4, ((4, 1e-4), (8000, 1e-3)))).save(
+        folder / "halves.json"
+    )
     trace.save(folder / "forward.json")
     plan.save(folder / "sharded.json")
     predict(trace, cost, plan).save(folder / "gathers.json")
@@ -188,7 +192,7 @@ def make_files(folder: Path) -> None:
 
 FILES = (
     *("trace.json", "cost.json", "line.json", "network.json", "plan.json", "timeline.json", "bench.json", "sweep.json"),
-    *("forward.json", "sharded.json", "gathers.json"),
+    *("forward.json", "halves.json", "sharded.json", "gathers.json"),
     *(f"run/{name}" for name in ("config.json", "results.json", "plan.json", "trace.json", "cost.json")),
     *(f"run/{name}" for name in ("timeline.json", "predicted.json", "log.jsonl", "epochs.jsonl")),
 )
@@ -226,7 +230,7 @@ def command_for(name: str, source: random.Random) -> list[str]:
         ["report", "trace.json", "network.json", "--workers", "4", *form],
     ]
     to_shard, to_simulate = (
-        ["--trace", "forward.json", "--cost", costs],
+        ["--trace", "forward.json", "--cost", "halves.json" if name == "halves.json" else costs],
         ["--trace", "forward.json", "--network", costs],
     )
     commands = {
@@ -235,6 +239,13 @@ def command_for(name: str, source: random.Random) -> list[str]:
             ["compare", *to_shard, "--engine", "ddp,sharded", *as_json],
             ["simulate", *to_simulate, "--engine", "ddp,sharded", *scenario, *as_json],
             ["report", "forward.json", costs, "sharded.json", *form],
+        ],
+        "halves.json": [
+            ["plan", *to_shard, "--engine", "sharded", *source.choice(((), ("-o", "out.json")))],
+            ["compare", *to_shard, "--engine", "ddp,sharded", *as_json],
+            ["plan", *to_shard],
+            [*simulate, name],
+            ["report", "trace.json", name, *form],
         ],
         "sharded.json": [[*simulate, costs, "--plan", name], ["report", name, *report], ["report", name, *form]],
         "trace.json": [*with_cost, *with_network],

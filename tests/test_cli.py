@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import app
-from mgwfbp.cost import WireCost
+from mgwfbp.cost import ShardedCost, WireCost
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
 from tests.examples import make_trace
 
@@ -173,6 +173,26 @@ def test_compare_has_a_row_of_the_sharded_plan_only_where_asked_to(folder: Path)
     expected = find_sharded_plan(WITH_FORWARD, COST)
     assert rows[-1]["num_gathers"] == len(expected.gathers)
     assert {name: rows[-1][name] for name in expected.predicted} == expected.predicted
+
+
+def test_measured_halves_make_the_sharded_plan_and_no_other(folder: Path) -> None:
+    WITH_FORWARD.save(folder / "trace.json")
+    before = json.loads(run(folder, "compare", *FILES, "--json").stdout)
+    halves = ShardedCost(COST, LinearCost(COST.workers, 3.0, 0.5), LinearCost(COST.workers, 0.25, 0.25))
+    halves.save(folder / "cost.json")
+    done = run(folder, "plan", *FILES, "--engine", "sharded", "-o", "plan.json")
+    assert MergePlan.load(folder / "plan.json") == find_sharded_plan(WITH_FORWARD, halves)
+    assert find_sharded_plan(WITH_FORWARD, halves) != find_sharded_plan(WITH_FORWARD, COST)
+    assert "half an all-reduce each" not in done.stderr
+    done = run(folder, "compare", *FILES, "--engine", "ddp,sharded", "--json")
+    rows = json.loads(done.stdout)
+    assert "half an all-reduce each" not in done.stderr
+    assert rows[:-1] == [{**row, "num_gathers": 0, "all_reduced_bytes": 6} for row in before]
+    assert rows[-1]["iteration_s"] == find_sharded_plan(WITH_FORWARD, halves).predicted["iteration_s"]
+    assert json.loads(run(folder, "compare", *FILES, "--json").stdout) == before
+    (folder / "cost.json").write_text(json.dumps({**COST.to_json(), "all_gather": COST.to_json()}))
+    refused = run(folder, "plan", *FILES, "--engine", "sharded", status=1)
+    assert refused.stderr == "mgwfbp: cost.json: reduce_scatter: missing\n"
 
 
 def test_bucket_sizes_are_options(folder: Path) -> None:

@@ -2,18 +2,20 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import CostError, LinearCost, PiecewiseCost, fit
+from mgwfbp import CostError, FormatError, LinearCost, PiecewiseCost, fit
 from mgwfbp.cost import (
     Cost,
     ShardedCost,
     WireCost,
     cheapest_s,
     cost_from_json,
+    cost_with_halves,
     full_precision_cost,
     halved,
     low_precision_cost,
@@ -305,6 +307,44 @@ def test_a_cost_of_three_parts_is_that_of_the_all_reduce_with_its_own_halves() -
     assert sharded_cost(cost) == (cost.reduce_scatter, cost.all_gather)
     assert (full_precision_cost(cost), low_precision_cost(cost)) == (line, halved(line))
     assert sharded_cost(WireCost(line, line)) == sharded_cost(line)
+
+
+costs = st.one_of(
+    st.builds(LinearCost, st.just(4), st.floats(0, 1), st.floats(0, 1)),
+    st.builds(lambda one, two: PiecewiseCost(4, ((1, one), (9, one + two))), st.floats(0, 1), st.floats(0, 1)),
+)
+
+
+@given(st.builds(ShardedCost, costs, costs, costs))
+def test_a_file_with_halves_is_a_cost_of_all_reduces_to_whoever_needs_no_halves(cost: ShardedCost) -> None:
+    data = json.loads(json.dumps(cost.to_json()))
+    assert ShardedCost.from_json(data) == cost_with_halves(data) == cost
+    assert cost_from_json(data) == cost.all_reduce
+    assert cost_with_halves(cost.all_reduce.to_json()) == cost.all_reduce
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"all_gather": None}, "all_gather: expected an object, found None"),
+        ({"all_gather": LinearCost(2, 1.0, 1.0).to_json()}, "all_gather is of 2 workers, all_reduce of 4"),
+        ({"reduce_scatter": {"format": "mgwfbp.cost/1", "kind": "linear"}}, "reduce_scatter: workers: missing"),
+        ({"reduce_scatter": {**LinearCost(4, 1.0, 1.0).to_json(), "startup_s": -1}}, "reduce_scatter: startup_s is -1"),
+        ({"workers": 0}, "workers is 0"),
+    ],
+)
+def test_a_file_with_a_bad_half_is_refused_with_the_place(changes: dict[str, Any], message: str) -> None:
+    line = LinearCost(4, 1.0, 1.0)
+    with pytest.raises((CostError, FormatError), match=f"^{message}"):
+        cost_with_halves({**ShardedCost(line, line, line).to_json(), **changes})
+
+
+def test_a_file_with_one_half_lacks_the_other() -> None:
+    data = LinearCost(4, 1.0, 1.0).to_json()
+    with pytest.raises(FormatError, match=r"^reduce_scatter: missing"):
+        cost_with_halves({**data, "all_gather": data})
+    with pytest.raises(FormatError, match=r"^all_gather: missing"):
+        cost_with_halves({**data, "reduce_scatter": data})
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "cheaper_cost",
     "cheapest_s",
     "cost_from_json",
+    "cost_with_halves",
     "full_precision_cost",
     "halved",
     "load_cost",
@@ -297,15 +298,18 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedCost:
+class ShardedCost(Record):
     """What an all-reduce costs, and what its two halves cost where each is a message: reduce-scatter and all-gather.
 
-    It is the all-reduce's cost. Like `WireCost` it has no file of its own: each part has a ``cost.json``.
+    It is the all-reduce's cost, and so is its file: a ``cost.json`` of the all-reduce that holds those of its halves
+    besides. Whoever needs no halves reads it with `load_cost`.
 
     >>> cost = ShardedCost(LinearCost(2, 2.0, 0.5), LinearCost(2, 1.5, 0.25), LinearCost(2, 1.0, 0.25))
     >>> cost(10), cost.reduce_scatter(10), cost.all_gather(10)
     (7.0, 4.0, 3.5)
     """
+
+    FORMAT: ClassVar[str] = "mgwfbp.cost/1"
 
     all_reduce: LinearCost | PiecewiseCost
     reduce_scatter: LinearCost | PiecewiseCost  # by the bytes of the gradients that all ranks hold before it
@@ -337,6 +341,28 @@ class ShardedCost:
     def taken_per_byte_s(self) -> float:
         """And for each of its bytes."""
         return self.all_reduce.taken_per_byte_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``cost.json``."""
+        return {
+            **self.all_reduce.to_json(),
+            "reduce_scatter": self.reduce_scatter.to_json(),
+            "all_gather": self.all_gather.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Make a cost from the content of ``cost.json``."""
+        all_reduce, fields = cost_from_json(data), Fields(data)
+        return cls(all_reduce, _half(fields, "reduce_scatter"), _half(fields, "all_gather"))
+
+
+def _half(fields: Fields, name: str) -> LinearCost | PiecewiseCost:
+    fields.child(name)  # an object, or an error
+    try:
+        return cost_from_json(fields[name])
+    except (FormatError, CostError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def sharded_of(reduce_scatter: PiecewiseCost, all_gather: PiecewiseCost) -> ShardedCost:
@@ -448,7 +474,7 @@ def _common(fields: Fields) -> tuple[Any, Any, Any]:
 
 
 def load_cost(path: str | os.PathLike[str]) -> LinearCost | PiecewiseCost:
-    """Read a cost of either kind from ``cost.json``.
+    """Read a cost of either kind from ``cost.json``; where it holds halves too, `ShardedCost.load` reads them.
 
     Args:
         path: the file.
@@ -473,6 +499,14 @@ def cost_from_json(data: object) -> LinearCost | PiecewiseCost:
             return PiecewiseCost.from_json(data)
         case kind:
             raise FormatError(f"kind: expected 'linear' or 'piecewise', found {quote(kind)}")
+
+
+def cost_with_halves(data: object) -> LinearCost | PiecewiseCost | ShardedCost:
+    """Make a cost from the content of ``cost.json``, with those of its halves where it has one."""
+    fields = Fields(data)
+    if "reduce_scatter" in fields or "all_gather" in fields:
+        return ShardedCost.from_json(data)
+    return cost_from_json(data)
 
 
 def taken_by(cost: Cost, num_bytes: int) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from mgwfbp.errors import FormatError, TraceError
@@ -41,10 +42,15 @@ class LayerTrace:
         object.__setattr__(self, "grad_bytes", check_count(self.grad_bytes, f"{what}: grad_bytes", TraceError))
 
 
-def layers_of(moments: Iterable[tuple[str, float, int]], start_s: float = 0.0) -> tuple[LayerTrace, ...]:
+def layers_of(
+    moments: Iterable[tuple[str, float, int]],
+    start_s: float = 0.0,
+    forward_s: Mapping[str, float | None] = MappingProxyType({}),
+) -> tuple[LayerTrace, ...]:
     """Make layers of gradients in ready order: (name, when it is ready, bytes), times from where ``start_s`` is from.
 
-    No gradient is ready before the one in front of it, or before the backward pass starts.
+    No gradient is ready before the one in front of it, or before the backward pass starts. ``forward_s`` is what layers
+    take in the forward pass, by name, where it is known.
 
     >>> [layer.backward_s for layer in layers_of([("c", 1.0, 4), ("b", 5.0, 4), ("a", 4.5, 4)], start_s=3.0)]
     [0.0, 2.0, 0.0]
@@ -52,7 +58,7 @@ def layers_of(moments: Iterable[tuple[str, float, int]], start_s: float = 0.0) -
     layers, previous_s = [], start_s
     for name, moment_s, grad_bytes in moments:
         ready_s = max(previous_s, moment_s)
-        layers.append(LayerTrace(name, ready_s - previous_s, grad_bytes))
+        layers.append(LayerTrace(name, ready_s - previous_s, grad_bytes, forward_s.get(name)))
         previous_s = ready_s
     return tuple(layers)
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from mgwfbp import (
     measure_backward,
 )
 from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, reduce_values, together
+from mgwfbp.measure.allreduce import measure_halves
+from mgwfbp.measure.halves import all_gather, reduce_scatter
 from mgwfbp.measure.workload import Workload, build_workload, default_loss
 from mgwfbp.runtime.gloo import destroy_process_group
 from tests.measure.models import SlowMiddle, tiny_transformer
@@ -64,6 +67,41 @@ def element_types() -> dict[str, Any]:
         finally:
             dist.all_reduce = send
         found[str(dtype)] = {"cost": cost.to_json(), "sent": sorted(set(sent))}
+    return found
+
+
+def halves() -> dict[str, Any]:
+    """Of all ranks, and of two of them."""
+    of = partial(measure_halves, max_bytes=4000, budget_s=60.0, max_rounds=3, dtype=torch.bfloat16)
+    costs, two = {"all": of().to_json()}, dist.new_group([0, 1])
+    if isinstance(two, dist.ProcessGroup):  # on its members
+        costs["two"] = of(two).to_json()
+    dist.barrier()
+    return costs
+
+
+def halves_of_some() -> dict[str, Any]:
+    measure = measure_allreduce if dist.get_rank() else measure_halves
+    return {"cost": measure(max_bytes=2**12, max_rounds=3).to_json()}
+
+
+def halves_on_a_gpu_over_gloo() -> dict[str, Any]:
+    return {"cost": measure_halves(device="cuda", max_bytes=2**12).to_json()}
+
+
+def rows_by_hand() -> dict[str, Any]:
+    """Each rank has rank + 1 in all places of a message of 7 numbers, and gets the sum of its row."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    length = -(-7 // world)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.zeros(world, length, dtype=dtype)
+        rows.flatten()[:7] = rank + 1
+        own = torch.empty(length, dtype=dtype)
+        reduce_scatter(rows, own, torch.empty_like(rows), dist.group.WORLD)
+        whole = torch.empty_like(rows)
+        all_gather(whole, own, dist.group.WORLD)
+        found[str(dtype)] = [own.tolist(), whole.flatten().tolist()]
     return found
 
 
@@ -107,10 +145,15 @@ def slowest() -> dict[str, Any]:
     rank = dist.get_rank()
     forward_s, first_s, second_s = [(1.0, 1.0, 1.0), (2.0, 0.25, 6.0), (1.0, 4.0, 0.25)][rank]
     trace = ModelTrace("toy", forward_s, (LayerTrace("b", first_s, 8), LayerTrace("a", second_s, 4)))
+    parts_s = [(0.25, 0.75), (0.5, 1.5), (1.0, 0.0)][rank]
+    layers = tuple(replace(layer, forward_s=part_s) for layer, part_s in zip(trace.layers, parts_s, strict=True))
+    known = replace(trace, layers=layers)
     line = LinearCost(3, [1.0, 3.0, 2.0][rank], [3.0, 1.0, 2.0][rank])
     curve = PiecewiseCost(3, ((4, [2.0, 1.0, 1.0][rank]), (8, [3.0, 3.0, 5.0][rank])))
     return {
         "trace": agree_on_trace(trace).to_json(),
+        "known": agree_on_trace(known).to_json(),
+        "known by some": agree_on_trace(known if rank else trace).to_json(),
         "line": agree_on_cost(line).to_json(),
         "curve": agree_on_cost(curve).to_json(),
     }
@@ -156,6 +199,10 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "different_models": different_models,
     "different_settings": different_settings,
     "element_types": element_types,
+    "halves": halves,
+    "halves_of_some": halves_of_some,
+    "halves_on_a_gpu_over_gloo": halves_on_a_gpu_over_gloo,
+    "rows_by_hand": rows_by_hand,
     "different_types": different_types,
     "a_type_of_no_gradient": a_type_of_no_gradient,
     "no_time": no_time,

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mgwfbp import ModelTrace, PiecewiseCost, load_cost
+from mgwfbp import MergePlan, ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import run
+from mgwfbp.cost import ShardedCost
+from mgwfbp.planners import find_sharded_plan
 from tests.commands import ENVIRONMENT, LAUNCHER, mgwfbp
 from tests.measure.models import factory
 
@@ -87,6 +89,24 @@ def test_allreduce_between_local_workers_writes_a_cost() -> None:
     assert cost.source["dtype"] == "bfloat16"
     assert done.stderr.count("wrote cost.json") == 1  # one rank writes
     assert "mean error" in done.stderr
+
+
+def test_what_is_measured_makes_a_plan_for_a_sharded_optimizer_and_nothing_is_assumed() -> None:
+    assert run(["measure", "backward", *FACTORY, "--steps", "2", "-o", "trace.json"]) == 0
+    options = ("--workers", "2", "--budget", "0.5", "--max-mb", "0.01", "--halves")
+    done = mgwfbp("measure", "allreduce", *options, "-o", "cost.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("mean error") == 3
+    cost = ShardedCost.load("cost.json")
+    assert {part.source["network"] for part in (cost.all_reduce, cost.reduce_scatter, cost.all_gather)} == {
+        "gloo on one machine"
+    }
+    assert load_cost("cost.json") == cost.all_reduce
+    planned = mgwfbp("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "-o", "plan.json")
+    assert planned.returncode == 0, planned.stderr
+    assert "taken" not in planned.stderr
+    found = find_sharded_plan(ModelTrace.load("trace.json"), cost)
+    assert MergePlan.load("plan.json") == found
 
 
 def test_backward_between_local_workers_writes_one_trace() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mgwfbp import ModelTrace, PiecewiseCost
+from mgwfbp.cost import ShardedCost
 from tests.forking import run_module
 
 Results = list[dict[str, Any] | None]
@@ -32,7 +33,9 @@ def run_well(folder: Path, world: int, *scenarios: str) -> dict[str, list[Any]]:
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     scenarios = ("different_models", "different_settings", "no_time", "large", "one_fails", "sparse", "slowest")
-    return run_well(folder, 3, *scenarios, "element_types", "different_types", "a_type_of_no_gradient")
+    types = ("element_types", "different_types", "a_type_of_no_gradient")
+    halves = ("halves", "halves_of_some", "halves_on_a_gpu_over_gloo", "rows_by_hand")
+    return run_well(folder, 3, *scenarios, *types, *halves)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -79,6 +82,41 @@ def test_types_that_differ_or_that_no_gradient_has_are_refused(of_three: dict[st
         assert result["error"] == "dtype is int64, expected float32, bfloat16 or float16"
 
 
+def test_halves_are_measured_at_the_sizes_of_all_reduces(of_three: dict[str, list[Any]]) -> None:
+    first, second, third = of_three["halves"]
+    assert first == second
+    assert third == {"all": first["all"]}
+    for name, workers in (("all", 3), ("two", 2)):
+        cost = ShardedCost.from_json(first[name])
+        assert cost.workers == workers
+        parts = (cost.all_reduce, cost.reduce_scatter, cost.all_gather)
+        assert [part.source["measured"] for part in parts] == ["allreduce", "reduce_scatter", "all_gather"]
+        for part in parts:
+            assert (part.source["dtype"], part.source["rounds"]) == ("bfloat16", 3)
+            for times in ("isolated", "streamed"):
+                assert [size for size, _ in part.source[times]] == [*(4 * 2**power for power in range(10)), 4000]
+                assert all(time_s > 0 for _, time_s in part.source[times])
+            assert part.source["fit"]["num_sizes"] == 11
+
+
+def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(of_three: dict[str, list[Any]]) -> None:
+    """3 ranks, 7 numbers: rows of 3, the last with one number and two places of filling."""
+    summed = [6.0] * 7 + [0.0] * 2  # 1 + 2 + 3
+    for rank, result in enumerate(of_three["rows_by_hand"]):
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            assert result[dtype] == [summed[3 * rank : 3 * rank + 3], summed]
+
+
+def test_halves_that_not_all_ranks_want_or_that_cannot_be_sent_are_refused(of_three: dict[str, list[Any]]) -> None:
+    for result in of_three["halves_of_some"]:
+        assert "rank 0 was given max_bytes=4096" in result["error"]
+        assert "halves=True, dtype=float32, rank 1 max_bytes=4096" in result["error"]
+    for result in of_three["halves_on_a_gpu_over_gloo"]:
+        assert result["error"] == (
+            "a sharded optimizer on cuda sends over nccl, and the backend is gloo: measure there, or without the halves"
+        )
+
+
 def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> None:
     assert all(result["cost"] == of_three["no_time"][0]["cost"] for result in of_three["no_time"])
     for result in of_three["no_time"]:
@@ -107,6 +145,12 @@ def test_the_slowest_rank_counts_gradient_by_gradient_and_size_by_size(of_three:
         trace = ModelTrace.from_json(result["trace"])
         # The forward pass ends at 2 on rank 1; b is ready at 5 on rank 2, a at 8.25 on rank 1.
         assert (trace.forward_s, trace.ready_s) == (2.0, (5.0, 8.25))
+        assert [layer.forward_s for layer in trace.layers] == [None, None]
+        # b takes at most 1 (on rank 2), a at most 1.5 (on rank 1), and both together the 2 that rank 1 takes.
+        known = ModelTrace.from_json(result["known"])
+        assert {layer.name: layer.forward_s for layer in known.layers} == pytest.approx({"b": 0.8, "a": 1.2})
+        assert (known.forward_s, known.ready_s) == (2.0, (5.0, 8.25))
+        assert ModelTrace.from_json(result["known by some"]) == trace
         assert (result["line"]["startup_s"], result["line"]["per_byte_s"]) == (3.0, 3.0)
         assert result["curve"]["points"] == [[4, 2.0], [8, 5.0]]
 

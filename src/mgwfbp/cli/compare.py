@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mgwfbp.cli.engine import Engines, read_engines, talk_of_halves
-from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost
+from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost, read_cost_with_halves
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,
@@ -42,12 +42,16 @@ def compare(
 ) -> None:
     """Compare the steps that all planners' plans would give."""
     chosen, is_sharded = planners(bucket_mb, first_bucket_mb), read_engines(engine, wire)
-    model, low = load_trace(trace), read_low_cost(wire, wire_cost)
-    network = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
+    model, low, links = load_trace(trace), read_low_cost(wire, wire_cost), Links(per_node, inside)
+    network = (
+        read_cost_with_halves(cost, workers, links)
+        if is_sharded
+        else with_low_cost(read_cost(cost, workers, links), low)
+    )
     talk_of_low_cost(wire, wire_cost)
     rows = comparison(model, network, chosen, wire, is_sharded=is_sharded)
     if is_sharded:
-        talk_of_halves(model)
+        talk_of_halves(model, network)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from mgwfbp.cli.output import talk
+from mgwfbp.cost import Cost, ShardedCost
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
@@ -44,8 +45,9 @@ def check_without_wire(wire: str | None) -> None:
         raise typer.BadParameter("a sharded plan sends messages as they are; leave out --wire", param_hint="--engine")
 
 
-def talk_of_halves(trace: ModelTrace) -> None:
-    """Say what is assumed of the halves of an all-reduce, and of the forward pass where the trace does not know it."""
-    talk("a reduce-scatter and an all-gather are taken to cost half an all-reduce each, as in a ring")
+def talk_of_halves(trace: ModelTrace, cost: Cost) -> None:
+    """Say what is assumed of the halves of an all-reduce, and of layers in the forward pass, where it is not known."""
+    if not isinstance(cost, ShardedCost):
+        talk("a reduce-scatter and an all-gather are taken to cost half an all-reduce each, as in a ring")
     if trace.layers[0].forward_s is None:
         talk("the trace has no forward pass by layer: layers are taken to share it as they share the backward pass")

@@ -25,6 +25,7 @@ from mgwfbp.cli.workloads import (
     choose,
     device_of,
 )
+from mgwfbp.cost import LinearCost, PiecewiseCost, ShardedCost
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import plural
@@ -52,7 +53,10 @@ def backward(
     workers: Workers = None,
     output: Output = None,
 ) -> None:
-    """Run a model and note when each gradient is ready."""
+    """Run a model and note when each gradient is ready.
+
+    And what each layer takes in the forward pass.
+    """
     chosen = choose(
         model=model, factory=factory, batch_size=batch_size, image_size=image_size, sequence_length=sequence_length
     )
@@ -65,7 +69,7 @@ def backward(
     def local() -> ModelTrace:
         with (
             failures_of(chosen.spec, batch_size, device),
-            progress_bar("backward", warmup + steps, shown=rank() == 0) as advance,
+            progress_bar("backward", warmup + 2 * steps, shown=rank() == 0) as advance,
         ):
             workload = chosen.build(device_of(device))
             trace = measure_backward(
@@ -106,6 +110,14 @@ def allreduce(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the numbers in the messages.")
     ] = "float32",
+    halves: Annotated[
+        bool,
+        typer.Option(
+            "--halves",
+            help="Measure reduce-scatters and all-gathers of the same sizes, too: plans for a sharded optimizer use "
+            "them.",
+        ),
+    ] = False,
     output: Output = None,
 ) -> None:
     """Measure what all-reduces take between the workers."""
@@ -120,7 +132,7 @@ def allreduce(
         )
     import torch
 
-    from mgwfbp.measure.allreduce import measure_allreduce
+    from mgwfbp.measure.allreduce import measure_allreduce, measure_halves
 
     with process_group(device, backend), progress_bar("all-reduce", 1.0, shown=rank() == 0) as advance:
         done, network = 0.0, network_name()
@@ -130,7 +142,8 @@ def allreduce(
             advance(fraction - done)
             done = fraction
 
-        cost = measure_allreduce(
+        measured = measure_halves if halves else measure_allreduce
+        cost = measured(
             device=device_of(device),
             max_bytes=max(8, max_bytes),
             budget_s=budget,
@@ -138,10 +151,26 @@ def allreduce(
             on_progress=on_progress,
         )
     if rank() == 0:
-        write_record(replace(cost, source={**cost.source, "network": network}), output)
-        quality = cost.source["fit"]
-        talk(f"{cost!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
-        talk_of_padding(cost)
+        _write_cost(cost, network, output)
+
+
+def _write_cost(cost: PiecewiseCost | ShardedCost, network: str, output: str | None) -> None:
+    """Write what was measured, name the network in it, and say how near each curve is to its samples."""
+
+    def named(part: LinearCost | PiecewiseCost) -> LinearCost | PiecewiseCost:
+        return replace(part, source={**part.source, "network": network})
+
+    if isinstance(cost, ShardedCost):
+        halves = {"reduce-scatter: ": named(cost.reduce_scatter), "all-gather: ": named(cost.all_gather)}
+        parts = {"": named(cost.all_reduce), **halves}
+        write_record(ShardedCost(*parts.values()), output)
+    else:
+        parts = {"": named(cost)}
+        write_record(parts[""], output)
+    for words, part in parts.items():
+        quality = part.source["fit"]
+        talk(f"{words}{part!r}: mean error {quality['mean_error']:.1%}, worst {quality['worst_error']:.1%}")
+        talk_of_padding(part)
 
 
 @measure.command()

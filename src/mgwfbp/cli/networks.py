@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
+from mgwfbp.cost import LinearCost, PiecewiseCost, ShardedCost, cost_with_halves, full_precision_cost
 from mgwfbp.files import naming, read_json
 from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
 from mgwfbp.simulate import Cluster, CostSource, MeasuredCluster
 from mgwfbp.units import printable
 
-__all__ = ["CostOrNetwork", "Inside", "Links", "NetworkWorkers", "PerNode", "read_cost"]
+__all__ = ["CostOrNetwork", "Inside", "Links", "NetworkWorkers", "PerNode", "read_cost", "read_cost_with_halves"]
 
 CostOrNetwork = Annotated[
     str,
@@ -57,7 +57,7 @@ class Links:
             )
         return Cluster(link, self._inside, self._per_node, (self._slow_link,))
 
-    def source(self, name: str, option: str = "--network") -> CostSource:
+    def source(self, name: str, option: str = "--network", *, with_halves: bool = False) -> CostSource:
         """Return the cluster, or the workers of a measured cost, of which nothing else can be said."""
         found = _cost_or_network(name)
         if isinstance(found, Network):
@@ -66,12 +66,18 @@ class Links:
             raise typer.BadParameter(
                 f"{name} is a measured cost; --algorithm, --inside and --slow-link need a network", param_hint=option
             )
-        return MeasuredCluster(printable(name), found)
+        return MeasuredCluster(printable(name), found if with_halves else full_precision_cost(found))
 
 
 def read_cost(name: str, workers: int | None, links: Links) -> LinearCost | PiecewiseCost:
     """Return what --cost stands for: a cost, or that of a network between so many workers."""
-    source = links.source(name, "--cost")
+    found = read_cost_with_halves(name, workers, links)
+    return found.all_reduce if isinstance(found, ShardedCost) else found
+
+
+def read_cost_with_halves(name: str, workers: int | None, links: Links) -> LinearCost | PiecewiseCost | ShardedCost:
+    """Return what --cost stands for, with what the halves of an all-reduce cost where that was measured."""
+    source = links.source(name, "--cost", with_halves=True)
     if isinstance(source, MeasuredCluster):
         cost = source.cost(workers or source.measured.workers)  # which refuses any other number
     elif workers is None:
@@ -80,16 +86,16 @@ def read_cost(name: str, workers: int | None, links: Links) -> LinearCost | Piec
         )
     else:
         cost = source.cost(workers)
-    if not isinstance(cost, LinearCost | PiecewiseCost):  # no other kind is read from a file
+    if not isinstance(cost, LinearCost | PiecewiseCost | ShardedCost):  # no other kind is read from a file
         raise typer.BadParameter(f"{name} is no cost that can be written", param_hint="--cost")
     return cost
 
 
-def _cost_or_network(name: str) -> LinearCost | PiecewiseCost | Network:
+def _cost_or_network(name: str) -> LinearCost | PiecewiseCost | ShardedCost | Network:
     """Return what a preset's name or a file stands for, read once: a pipe gives its content only once."""
     if name.lower() in PRESETS or not os.path.exists(name):  # noqa: PTH110 - a name may be too long for a file's
         return load_network(name)
     data = read_json(name)
     with naming(name):
         is_cost = isinstance(data, dict) and data.get("format") == LinearCost.FORMAT
-        return cost_from_json(data) if is_cost else Network.from_json(data)
+        return cost_with_halves(data) if is_cost else Network.from_json(data)

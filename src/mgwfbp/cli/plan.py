@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from mgwfbp.cli.engine import Engine, check_without_wire, talk_of_halves
-from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost
+from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost, read_cost_with_halves
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
     DEFAULT_FIRST_BUCKET_MB,
@@ -63,13 +63,14 @@ def plan(
         raise typer.BadParameter(f"planner {planner} knows no gathers; give optimal", param_hint="--engine")
     if is_sharded and form == "torch":
         raise typer.BadParameter("torch's DDP all-reduces all messages; give json", param_hint="--format")
-    model_trace, low = load_trace(trace), read_low_cost(wire, wire_cost)
-    both = with_low_cost(read_cost(cost, workers, Links(per_node, inside)), low)
+    model_trace, low, links = load_trace(trace), read_low_cost(wire, wire_cost), Links(per_node, inside)
     talk_of_low_cost(wire, wire_cost)
     if is_sharded:
-        found = find_sharded_plan(model_trace, both)
-        talk_of_halves(model_trace)
+        halves = read_cost_with_halves(cost, workers, links)
+        found = find_sharded_plan(model_trace, halves)
+        talk_of_halves(model_trace, halves)
     else:
+        both = with_low_cost(read_cost(cost, workers, links), low)
         found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)
     if form == "torch":
         _write_caps(found.bucket_cap_mb_list(model_trace), output)

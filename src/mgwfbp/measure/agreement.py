@@ -130,7 +130,8 @@ def agree_on_trace(trace: ModelTrace, group: Group = None) -> ModelTrace:
 
     Every rank gets the same trace. The ready order is that of the combined times; ties keep rank 0's. Ranks whose
     models differ get the same error, which names the first difference. Sparse gradients are as large as each rank's
-    batch makes them: the largest counts.
+    batch makes them: the largest counts. A layer's share of the forward pass, where all ranks know it, is its time on
+    the rank that is slowest at it over the sum of such times.
     """
     sparse = set(trace.source.get("sparse", ()))
     sizes = {layer.name: layer.grad_bytes for layer in trace.layers}
@@ -141,11 +142,17 @@ def agree_on_trace(trace: ModelTrace, group: Group = None) -> ModelTrace:
         raise MeasureError(_describe_models(first, second, other))
     order = json.loads(broadcast_text(json.dumps(list(sizes)), 0, group))
     ready_s = dict(zip(sizes, trace.ready_s, strict=True))
-    forward_s, *values = reduce_values(
-        [trace.forward_s, *(ready_s[name] for name in order), *(float(sizes[name]) for name in order)], "max", group
+    parts_s = {layer.name: layer.forward_s for layer in trace.layers}
+    own = [(ready_s[name], float(sizes[name]), parts_s[name] or 0.0) for name in order]
+    is_unknown = trace.layers[0].forward_s is None
+    forward_s, some_unknown, *values = reduce_values(
+        [trace.forward_s, float(is_unknown), *(value for row in own for value in row)], "max", group
     )
-    moments = sorted(zip(order, values[: len(order)], values[len(order) :], strict=True), key=lambda moment: moment[1])
-    layers = layers_of([(name, moment_s, int(size)) for name, moment_s, size in moments], forward_s)
+    moments = sorted(zip(order, values[::3], values[1::3], strict=True), key=lambda moment: moment[1])
+    slowest_s = dict(zip(order, values[2::3], strict=True))
+    factor = forward_s / (sum(slowest_s.values()) or 1.0)
+    known_s = {} if some_unknown else {name: part_s * factor for name, part_s in slowest_s.items()}
+    layers = layers_of([(name, moment_s, int(size)) for name, moment_s, size in moments], forward_s, known_s)
     source = {**trace.source, "ranks": dist.get_world_size(group), "combined": "slowest rank"}
     return ModelTrace(trace.model, forward_s, layers, json.loads(broadcast_text(json.dumps(source), 0, group)))
 

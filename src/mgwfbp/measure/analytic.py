@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
+from mgwfbp.measure.forward import FirstUses, split_forward
 from mgwfbp.measure.meta import call
 from mgwfbp.measure.operations import flops_of, takes_no_time
 from mgwfbp.measure.workload import Workload, trainable
-from mgwfbp.trace import LayerTrace, ModelTrace, layers_of
+from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype
 
 __all__ = ["OperationCount", "count_operations", "measure_analytic", "ready_order"]
@@ -104,7 +105,6 @@ def measure_analytic(
         if not 0 < images_per_second < math.inf:
             raise MeasureError(f"images_per_second is {images_per_second}, expected above 0 and finite")
         factor = workload.batch_size / images_per_second / trace.compute_s
-    layers = [LayerTrace(layer.name, layer.backward_s * factor, layer.grad_bytes) for layer in trace.layers]
     source = {
         **trace.source,
         "measured": "analytic",
@@ -118,7 +118,7 @@ def measure_analytic(
         "scaled_by": factor,
         "torch": torch.__version__,
     }
-    return ModelTrace(workload.name, trace.forward_s * factor, tuple(layers), source)
+    return replace(trace.scaled(factor), source=source)
 
 
 def count_operations(workload: Workload) -> OperationCount:
@@ -157,6 +157,7 @@ def _run(
         raise MeasureError("the model is not on the meta device: build it with device='meta'")
     ready_s: dict[str, float] = {}
     clock = _VirtualClock(device)
+    uses = FirstUses(workload.model, [parameter for _, parameter in parameters], lambda: clock.now_s)
 
     def note(name: str) -> Any:
         def ready(_: Tensor) -> None:
@@ -171,7 +172,7 @@ def _run(
         for _, parameter in parameters:
             parameter.grad = None  # one that is there is added to, which would count
         with clock:
-            with autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext():
+            with uses, autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext():
                 loss = workload.loss()
             forward_s, forward_flops = clock.now_s, clock.flops
             loss.backward()
@@ -185,6 +186,12 @@ def _run(
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters}
     unused = [name for name in sizes if name not in ready_s]
     moments = {**dict.fromkeys(unused, forward_s), **ready_s}
-    layers = layers_of([(name, moment_s, sizes[name]) for name, moment_s in moments.items()], forward_s)
+    began_s = {parameters[place][0]: moment_s for place, moment_s in uses.moments().items()}
+    first_use_s = {name: began_s.get(name, 0.0) for name in ready_s}
+    layers = layers_of(
+        [(name, moment_s, sizes[name]) for name, moment_s in moments.items()],
+        forward_s,
+        split_forward(first_use_s, list(moments), forward_s),
+    )
     trace = ModelTrace(workload.name, forward_s, layers, {"unused": unused})
     return trace, OperationCount(forward_flops, clock.flops - forward_flops, clock.kernels)

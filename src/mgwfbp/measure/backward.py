@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import Moment, clock_for
+from mgwfbp.measure.forward import FirstUses, split_forward
 from mgwfbp.measure.hooks import GradientHooks
 from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
@@ -47,24 +48,27 @@ def measure_backward(
     autocast_dtype: torch.dtype | None = None,
     on_step: Callable[[], object] | None = None,
 ) -> ModelTrace:
-    """Run a model's forward and backward pass and note when each gradient is ready.
+    """Run a model's forward and backward pass and note when each gradient is ready, and what layers take before.
 
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
-    parameters do not appear, shared ones once. The model's parameters, buffers and gradients and all random generators
-    are afterwards as they were, and no hook is left on the model; no optimizer is involved. Needs no process group.
+    parameters do not appear, shared ones once. What each layer takes in the forward pass, from its first use to that of
+    the layer begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and
+    gradients and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is
+    involved. Needs no process group.
 
     Args:
         model: on the device where it is to be measured.
         batch: what the model is called with; a dict becomes keyword arguments, a tuple positional ones.
         loss_fn: turns the model's output into one number.
         name: of the model in the trace; its class's if not given.
-        steps: how many are measured; their medians make the trace, their spread is in ``source``.
+        steps: how many are measured; their medians make the trace, their spread is in ``source``. As many forward
+            passes follow.
         warmup: how many steps before those are dropped.
         accumulation_steps: with k only the last of k backward passes is taken apart, since only there gradients
-            travel; what comes before it counts as forward.
+            travel; what comes before it counts as forward, and there as the last layer's.
         autocast_dtype: where given, the forward pass runs under autocast with it.
-        on_step: called after every step.
+        on_step: called after every step, and after every forward pass that follows.
 
     Returns:
         The trace, gradients in the order in which they are ready.
@@ -92,6 +96,12 @@ def measure_backward(
                 seen.append((step, plain_s))
             if on_step is not None:
                 on_step()
+        # Not between the steps above: hooks on modules, or a model that counts its calls, would change what they show.
+        forwards = []
+        for _ in range(steps):
+            forwards.append(runs.observed_forward())
+            if on_step is not None:
+                on_step()
     source = {
         "measured": "backward",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -102,11 +112,19 @@ def measure_backward(
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }
-    return _combine(name or type(model).__name__, parameters, seen, source)
+    return _combine(name or type(model).__name__, parameters, seen, forwards, source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What a forward pass showed."""
+
+    forward_s: float  # the whole of it, hooks included
+    first_use_s: dict[int, float]  # by parameter
 
 
 class _Runs:
-    """Runs steps, with a hook on every parameter that notes when its gradient is ready, or without."""
+    """Runs steps, with a hook on every parameter that notes when its gradient is ready, or without; forward passes."""
 
     def __init__(
         self,
@@ -152,21 +170,40 @@ class _Runs:
         self._clock.forget()
         return backward_s
 
+    def observed_forward(self) -> _Forward:
+        """Do a step up to its last backward pass; a parameter that no module uses is used from the start."""
+        with FirstUses(self._model, self._parameters, self._clock.now) as uses:
+            start, _ = self._to_loss()
+            end = self._clock.now()
+        self._clock.wait()
+        moments = uses.moments()
+        first_use_s = {
+            place: max(0.0, self._clock.between_s(start, moments[place])) if place in moments else 0.0
+            for place in range(len(self._parameters))
+        }
+        forward_s = self._clock.between_s(start, end)
+        self._clock.forget()
+        return _Forward(forward_s, first_use_s)
+
     def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
         """Do one step; return when it began, when the last forward pass had ended, and when all had."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._clock.wait()
-        start = self._clock.now()
-        for _ in range(self._accumulation_steps - 1):
-            self._forward().backward()
-        loss = self._forward()
+        start, loss = self._to_loss()
         before_last_backward()
         forward_end = self._clock.now()
         loss.backward()
         end = self._clock.now()
         self._clock.wait()
         return start, forward_end, end
+
+    def _to_loss(self) -> tuple[Moment, Tensor]:
+        """Do all of a step before its last backward pass; return when it began, and its loss."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._clock.wait()
+        start = self._clock.now()
+        for _ in range(self._accumulation_steps - 1):
+            self._forward().backward()
+        return start, self._forward()
 
     def _forward(self) -> Tensor:
         autocast = (
@@ -231,7 +268,11 @@ def _as_it_was(
 
 
 def _combine(
-    name: str, parameters: list[tuple[str, nn.Parameter]], seen: list[tuple[_Step, float]], source: dict[str, Any]
+    name: str,
+    parameters: list[tuple[str, nn.Parameter]],
+    seen: list[tuple[_Step, float]],
+    forwards: list[_Forward],
+    source: dict[str, Any],
 ) -> ModelTrace:
     """Make one trace of the medians of all steps, scaled to what the backward pass takes without hooks."""
     steps = [step for step, _ in seen]
@@ -244,10 +285,15 @@ def _combine(
     orders = {step.order for step in steps}
     order = list(steps[-1].order) if len(orders) == 1 else sorted(ready_s, key=lambda slot: ready_s[slot])
     unused = [slot for slot in range(len(parameters)) if slot not in used]
+    forward_s = median(step.forward_s for step in steps)
+    parts_s = _split(forwards, used, [*unused, *order], forward_s)
     # Medians of steps with one order never fall; those of changing orders are sorted above.
     layers = layers_of(
-        (parameters[slot][0], ready_s.get(slot, 0.0), int(median(step.grad_bytes[slot] for step in steps)))
-        for slot in [*unused, *order]
+        (
+            (parameters[slot][0], ready_s.get(slot, 0.0), int(median(step.grad_bytes[slot] for step in steps)))
+            for slot in [*unused, *order]
+        ),
+        forward_s={parameters[slot][0]: part_s for slot, part_s in parts_s.items()},
     )
     source = {
         **source,
@@ -260,7 +306,15 @@ def _combine(
         "sparse": [parameters[slot][0] for slot in sorted(frozenset().union(*(step.sparse for step in steps)))],
         "num_orders": len(orders),
     }
-    return ModelTrace(name, median(step.forward_s for step in steps), tuple(layers), source)
+    return ModelTrace(name, forward_s, layers, source)
+
+
+def _split(forwards: list[_Forward], used: set[int], order: list[int], forward_s: float) -> dict[int, float]:
+    """Return what each layer takes of the forward pass, by the medians of first uses, scaled to one without hooks."""
+    hooked_s = median(forward.forward_s for forward in forwards)
+    factor = forward_s / hooked_s if hooked_s else 0.0
+    first_use_s = {slot: median(forward.first_use_s[slot] for forward in forwards) * factor for slot in used}
+    return split_forward(first_use_s, order, forward_s)
 
 
 def _quartiles(values: list[float]) -> list[float]:

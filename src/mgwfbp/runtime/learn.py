@@ -499,7 +499,8 @@ def without_lags(trace: ModelTrace, plan: MergePlan, cost: Cost) -> ModelTrace:
         (layer.name, ready_s - lag_s, layer.grad_bytes)
         for layer, ready_s, lag_s in zip(trace.layers, trace.ready_s, lags, strict=True)
     ]
-    return replace(trace, layers=layers_of(moments, trace.forward_s)) if any(lags) else trace
+    forward_s = {layer.name: layer.forward_s for layer in trace.layers}
+    return replace(trace, layers=layers_of(moments, trace.forward_s, forward_s)) if any(lags) else trace
 
 
 def _line(shape_s: Any, observed_s: Any, counts: Any, *, is_swept: bool) -> tuple[float, float]:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mgwfbp.errors import PlanError, ShardError
-from mgwfbp.runtime.channel import Channel, Tensors, all_gather, reduce_scatter, work_of
+from mgwfbp.measure.halves import all_gather, reduce_scatter
+from mgwfbp.runtime.channel import Channel, Tensors, work_of
 from mgwfbp.runtime.stand_ins import MessageGroup
 from mgwfbp.units import quote
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import PlanError
-from mgwfbp.runtime.channel import Channel, exchange, queue_collective, wait_for, work_of
+from mgwfbp.measure.halves import exchange, queue_collective, wait_for
+from mgwfbp.runtime.channel import Channel, work_of
 from mgwfbp.runtime.gloo import store_of
 from mgwfbp.runtime.stand_ins import MessageGroup
 

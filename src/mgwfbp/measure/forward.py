@@ -1,0 +1,103 @@
+"""What each layer takes in the forward pass: `FirstUses` notes when each is begun, `split_forward` makes times of it.
+
+[Note: first use]
+A parameter is used from the moment on at which a module begins that owns it: of several modules that share it, and of a
+module that runs more than once, the first counts. Where no owner runs, because another module reads its weights (as
+``MultiheadAttention`` does with those of ``out_proj``, or whoever has a ``ParameterList``), the parameter goes with the
+nearest module around it that runs. So do those of compiled and scripted models, inside of which no hook is called: all
+of them are used from the start, and a sharded optimizer waits for all of them before such a model begins.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Self, TypeVar
+
+from torch import Tensor, nn
+
+from mgwfbp.measure.clock import Moment
+
+__all__ = ["FirstUses", "split_forward"]
+
+Layer = TypeVar("Layer", bound=Hashable)
+
+
+class FirstUses:
+    """Notes, as long as it is entered, when forward passes begin to use each parameter: see [Note: first use].
+
+    Args:
+        model: whose modules get a hook meanwhile.
+        parameters: of the model.
+        now: gives the present moment.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], now: Callable[[], Moment]) -> None:
+        self._modules, self._now = list(model.modules()), now
+        self._parents: dict[int, list[int]] = {}
+        owners: dict[int, list[int]] = {}
+        for module in self._modules:
+            for child in module.children():
+                self._parents.setdefault(id(child), []).append(id(module))
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(id(module))
+        self._owners = [owners.get(id(parameter), []) for parameter in parameters]
+        self._began: dict[int, Moment] = {}  # by module, in the order in which they began
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        # Before the user's own hooks: some compute a weight of parameters (torch.nn.utils.weight_norm).
+        self._handles = [
+            module.register_forward_pre_hook(partial(self._note, id(module)), prepend=True) for module in self._modules
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _note(self, module: int, *_: Any) -> None:
+        if module not in self._began:
+            self._began[module] = self._now()
+
+    def moments(self) -> dict[int, Moment]:
+        """Return the first use of each parameter by its place; without those that no module around them used."""
+        places = {module: place for place, module in enumerate(self._began)}
+        found = {}
+        for place, owners in enumerate(self._owners):
+            modules, above = owners, set(owners)
+            while modules and not any(module in places for module in modules):
+                modules = [
+                    parent for module in modules for parent in self._parents.get(module, ()) if parent not in above
+                ]
+                above.update(modules)
+            began = [module for module in modules if module in places]
+            if began:
+                found[place] = self._began[min(began, key=places.__getitem__)]
+        return found
+
+
+def split_forward(
+    first_use_s: Mapping[Layer, float], ready_order: Sequence[Layer], forward_s: float
+) -> dict[Layer, float]:
+    """Return what each layer takes of a forward pass: from its first use to that of the layer that is begun next.
+
+    What comes before the first use goes with the layer that is begun first. Layers that are begun together wait for one
+    another's parameters before anything is computed: what they take goes with the one whose gradient is ready first,
+    behind which the forward pass, read against the ready order, has none of the others. A layer that is never used
+    takes nothing. All together take ``forward_s``, as long as one is used.
+
+    Args:
+        first_use_s: when each layer that is used is begun, from the start of the forward pass.
+        ready_order: all layers, in the order in which their gradients are ready.
+        forward_s: when the forward pass ends.
+
+    >>> split_forward({"fc": 5.0, "conv.bias": 1.0, "conv.weight": 1.0}, ["fc", "conv.bias", "conv.weight", "odd"], 9.0)
+    {'fc': 4.0, 'conv.bias': 4.0, 'conv.weight': 1.0, 'odd': 0.0}
+    """
+    used = [layer for layer in reversed(ready_order) if layer in first_use_s]
+    begun = sorted(used, key=first_use_s.__getitem__)  # which keeps the order of those that are begun together
+    cuts_s = [0.0, *(min(first_use_s[layer], forward_s) for layer in begun[1:]), forward_s]
+    taken_s = dict.fromkeys(ready_order, 0.0)
+    taken_s.update((layer, end_s - start_s) for layer, (start_s, end_s) in zip(begun, pairwise(cuts_s), strict=False))
+    return taken_s

@@ -1,0 +1,58 @@
+"""The halves of an all-reduce as a sharded optimizer sends them, a row for each rank: `reduce_scatter`, `all_gather`.
+
+Over nccl they are its own; over gloo, whose own all-to-all leaves the link idle half of the time (benchmarks/wire.md),
+messages from every rank to every other.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["all_gather", "exchange", "queue_collective", "reduce_scatter", "wait_for"]
+
+
+def exchange(received: Tensor, sent: Tensor, group: Any, tag: int = 0) -> list[Any]:
+    """Begin to send a row to every rank and to receive one from each, over gloo; return what must be waited for."""
+    rank, world = group.rank(), group.size()
+    received[rank].copy_(sent[rank])
+    others = [(rank + shift) % world for shift in range(1, world)]
+    works = [group.recv([received[other].view(torch.uint8)], other, tag) for other in reversed(others)]
+    return works + [group.send([sent[other].view(torch.uint8)], other, tag) for other in others]
+
+
+def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any) -> None:
+    """Sum one row over ranks, this rank's, of those that each has for every rank; on a CPU it waits.
+
+    ``received`` is room for as much as ``rows``, which over nccl is not needed.
+    """
+    if rows.is_cuda:
+        queue_collective(dist.reduce_scatter_tensor, own, rows.flatten(), group)
+        return
+    wait_for(exchange(received, rows, group))
+    # In the order of ranks, so that the sum does not depend on who came first; 16 bits would round at every rank.
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        own.copy_(received.sum(dim=0, dtype=torch.float32))
+    else:
+        torch.sum(received, dim=0, out=own)
+
+
+def all_gather(rows: Tensor, own: Tensor, group: Any) -> None:
+    """Bring every rank's row to all ranks; on a CPU it waits."""
+    if rows.is_cuda:
+        queue_collective(dist.all_gather_into_tensor, rows.flatten(), own, group)
+    else:
+        wait_for(exchange(rows, own.expand_as(rows), group))
+
+
+def queue_collective(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:
+    """Let the current stream wait for a collective over nccl, whose asynchronous calls run on its own stream."""
+    collective(received, sent, group=group, async_op=True).wait()
+
+
+def wait_for(works: Sequence[Any]) -> None:
+    """Wait for what `exchange` has begun."""
+    for work in works:
+        work.wait()
