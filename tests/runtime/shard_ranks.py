@@ -613,7 +613,11 @@ def ended() -> dict[str, Any]:
     held = weakref.ref(module.head.weight)
     copied = told(partial(copy.deepcopy, optimizer))
     del module, model, optimizer
-    gc.collect()
+    for _ in range(100):  # the thread of messages may still be on its way out of the last one
+        gc.collect()
+        if held() is None:
+            break
+        time.sleep(0.05)
     return {"threads": found, "hooks": hooks, "is held": held() is not None, "copied": copied}
 
 

@@ -51,7 +51,7 @@ def compare(
     talk_of_low_cost(wire, wire_cost)
     rows = comparison(model, network, chosen, wire, is_sharded=is_sharded)
     if is_sharded:
-        talk_of_halves(model, network)
+        talk_of_halves(model, [network])
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return

@@ -1,5 +1,6 @@
 """Options of commands that plan for torch's way to train, or for a sharded optimizer."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
@@ -45,9 +46,9 @@ def check_without_wire(wire: str | None) -> None:
         raise typer.BadParameter("a sharded plan sends messages as they are; leave out --wire", param_hint="--engine")
 
 
-def talk_of_halves(trace: ModelTrace, cost: Cost) -> None:
+def talk_of_halves(trace: ModelTrace, costs: Sequence[Cost]) -> None:
     """Say what is assumed of the halves of an all-reduce, and of layers in the forward pass, where it is not known."""
-    if not isinstance(cost, ShardedCost):
+    if not all(isinstance(cost, ShardedCost) for cost in costs):
         talk("a reduce-scatter and an all-gather are taken to cost half an all-reduce each, as in a ring")
     if trace.layers[0].forward_s is None:
         talk("the trace has no forward pass by layer: layers are taken to share it as they share the backward pass")

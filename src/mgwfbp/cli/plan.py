@@ -68,7 +68,7 @@ def plan(
     if is_sharded:
         halves = read_cost_with_halves(cost, workers, links)
         found = find_sharded_plan(model_trace, halves)
-        talk_of_halves(model_trace, halves)
+        talk_of_halves(model_trace, [halves])
     else:
         both = with_low_cost(read_cost(cost, workers, links), low)
         found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)

@@ -124,7 +124,7 @@ def simulate(
     if is_sharded:
         strategies.append(Strategy(SHARDED, plan_sharded, bound=sharded_lower_bound_s))
     links = Links(per_node, inside, algorithm, slow_link)
-    sources = [links.source(name) for name in network]
+    sources = [links.source(name, with_halves=is_sharded) for name in network]
     counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
     low = read_low_cost(wire, wire_cost)
     if low is not None:
@@ -133,7 +133,7 @@ def simulate(
     model = load_trace(trace)
     talk_of_low_cost(wire, wire_cost)
     if is_sharded:
-        talk_of_halves(model)
+        talk_of_halves(model, [source.cost(count) for source in sources for count in counts])
     rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
     if as_json:
         typer.echo(json.dumps([row.to_json(with_gathers=is_sharded) for row in rows], indent=1, allow_nan=False))
