@@ -38,7 +38,18 @@ from mgwfbp.record import (
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
 
-__all__ = ["ROOT", "FsdpPlan", "FsdpStep", "Unit", "fsdp_lower_bound_s", "predict_fsdp", "units_of", "units_of_names"]
+__all__ = [
+    "ROOT",
+    "FsdpPlan",
+    "FsdpStep",
+    "Group",
+    "Unit",
+    "fsdp_lower_bound_s",
+    "lay_out",
+    "predict_fsdp",
+    "units_of",
+    "units_of_names",
+]
 
 # What the rest of the model is called: parameters of no module that is a unit.
 ROOT = ""
@@ -178,7 +189,7 @@ def units_of_names(names: Sequence[str]) -> dict[str, str]:
         within = blocks_in(module)
         covered = set().union(*(inside[one] for one in within)) if within else set[str]()
         is_whole = module in blocks and covered != inside[module]
-        if is_whole or (module in inside[module] and not within):
+        if is_whole or (module != ROOT and module in inside[module] and not within):
             unit_of.update(dict.fromkeys(inside[module], module))
             return
         unit_of[module] = ROOT  # its own parameters, if it has any
@@ -260,37 +271,48 @@ def predict_fsdp(trace: ModelTrace, cost: Cost, plan: FsdpPlan, *, states: int =
     if order != sorted(order):
         late = next(units[one].name for one, other in pairwise(order) if one > other)
         raise PlanError(f"groups: {quote(late)} stands before a module that the forward pass uses first")
-    summed = [
-        Unit(
-            group[0],
-            sum(units[place_of[name]].num_bytes for name in group),
-            sum(units[place_of[name]].forward_s for name in group),
-            sum(units[place_of[name]].backward_s for name in group),
-        )
-        for group in groups
-    ]
+    merged = [Group.of([units[place_of[name]] for name in group], cost) for group in groups]
     reshard = (*([False] if root else []), *plan.reshard)
-    return lay_out(groups, summed, reshard, plan.forward_prefetch, plan.backward_prefetch, cost, states)
+    return lay_out(merged, reshard, plan.forward_prefetch, plan.backward_prefetch, cost.workers, states)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Units that travel together: what they need."""
+
+    names: tuple[str, ...]
+    num_bytes: int
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    send_s: float
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], cost: Cost) -> Self:
+        """Merge units."""
+        reduce_scatter, all_gather = sharded_cost(cost)
+        num_bytes = sum(unit.num_bytes for unit in units)
+        forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
+        names = tuple(unit.name for unit in units)
+        return cls(names, num_bytes, forward_s, backward_s, all_gather(num_bytes), reduce_scatter(num_bytes))
 
 
 def lay_out(
-    groups: Sequence[tuple[str, ...]],
-    summed: Sequence[Unit],
+    groups: Sequence[Group],
     reshard: Sequence[bool],
     forward_prefetch: int,
     backward_prefetch: int,
-    cost: Cost,
+    workers: int,
     states: int,
 ) -> FsdpStep:
-    """Return the step of groups whose bytes and times are these."""
-    reduce_scatter, all_gather = sharded_cost(cost)
-    number = len(summed)
+    """Return the step of groups, the root's rest among them, on so many workers."""
+    number = len(groups)
     gathers, forward = list[tuple[float, float]](), list[tuple[float, float]]()
     link_s = now_s = 0.0
-    for place, group in enumerate(summed):
+    for place, group in enumerate(groups):
         allowed = place - 1 - forward_prefetch
         start_s = max(link_s, forward[allowed][0] if allowed >= 0 else 0.0)
-        link_s = start_s + all_gather(group.num_bytes)
+        link_s = start_s + group.gather_s
         gathers.append((start_s, link_s))
         start_s = max(now_s, link_s)
         now_s = start_s + group.forward_s
@@ -305,7 +327,7 @@ def lay_out(
             asked -= 1
             if reshard[asked]:
                 start_s = max(link_s, from_s)
-                link_s = start_s + all_gather(summed[asked].num_bytes)
+                link_s = start_s + groups[asked].gather_s
                 again[asked] = (start_s, link_s)
 
     for place in reversed(range(number)):
@@ -313,14 +335,14 @@ def lay_out(
         gathered, buffered_s = again[place], sent[place + 2][1] if place + 2 < number else 0.0
         start_s = max(now_s, gathered[1] if gathered else 0.0, buffered_s)
         gather_until(place - backward_prefetch, start_s)
-        now_s = start_s + summed[place].backward_s
+        now_s = start_s + groups[place].backward_s
         backward[place] = (start_s, now_s)
         start_s = max(link_s, now_s)
-        link_s = start_s + reduce_scatter(summed[place].num_bytes)
+        link_s = start_s + groups[place].send_s
         sent[place] = (start_s, link_s)
-    sizes = [group.num_bytes for group in summed]
-    memory = memory_of(sizes, reshard, forward_prefetch, backward_prefetch, cost.workers, states)
-    return FsdpStep(tuple(groups), tuple(gathers), tuple(forward), tuple(again), tuple(backward), tuple(sent), memory)
+    sizes, names = [group.num_bytes for group in groups], tuple(group.names for group in groups)
+    memory = memory_of(sizes, reshard, forward_prefetch, backward_prefetch, workers, states)
+    return FsdpStep(names, tuple(gathers), tuple(forward), tuple(again), tuple(backward), tuple(sent), memory)
 
 
 def memory_of(
