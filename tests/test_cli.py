@@ -16,10 +16,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost
+from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost, load_network, load_trace
 from mgwfbp.cli import app
 from mgwfbp.cost import ShardedCost, WireCost
+from mgwfbp.fsdp import FsdpPlan
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
+from mgwfbp.planners.fsdp import plan_fsdp
 from tests.examples import make_trace
 
 TRACE = make_trace([2, 4, 6, 8, 10, 12], [1] * 6)
@@ -154,9 +156,26 @@ def test_a_plan_for_a_sharded_optimizer_is_written_and_said_what_is_assumed(fold
     run(folder, "plan", *FILES, "--engine", "ddp", "-o", "plan.json")
     assert MergePlan.load(folder / "plan.json") == find_plan(WITH_FORWARD, COST)
     refused = run(folder, "plan", *FILES, "--engine", "sharded", "--wire", "float16", status=2)
-    assert "a sharded plan sends messages as they are; leave out --wire" in refused.stderr
+    assert "such a plan sends messages as they are; leave out --wire" in refused.stderr
     refused = run(folder, "plan", *FILES, "--engine", "sharded", "--format", "torch", status=2)
     assert "torch's DDP all-reduces all messages; give json" in refused.stderr
+
+
+def test_a_plan_for_fsdp2_is_written_within_the_memory_there_is(folder: Path) -> None:
+    trace = load_trace("bert-h200-b32")
+    cost = load_network("25gbe").cost(4)
+    given = ("plan", "--engine", "fsdp2", "--trace", "bert-h200-b32", "--cost", "25gbe", "--workers", "4")
+    done = run(folder, *given, "-o", "plan.json")
+    assert FsdpPlan.load(folder / "plan.json") == plan_fsdp(trace, cost)
+    assert "no plan can be below 226.8 ms; 1.18 GB a rank, with two states of the optimizer" in done.stderr
+    run(folder, *given, "--memory-limit", "800MB", "-o", "plan.json")
+    assert FsdpPlan.load(folder / "plan.json") == plan_fsdp(trace, cost, memory_limit=800_000_000)
+    refused = run(folder, *given, "--memory-limit", "0.5 GB", status=1)
+    assert "fits into 500 MB: the least is 719 MB" in refused.stderr
+    refused = run(folder, *given, "--memory-limit", "much", status=2)
+    assert "'much', expected a size such as 40GiB or 512MB" in refused.stderr
+    refused = run(folder, "plan", *FILES, "--memory-limit", "1GB", status=2)
+    assert "ddp keeps all parameters; give --engine fsdp2" in refused.stderr
 
 
 def test_compare_has_a_row_of_the_sharded_plan_only_where_asked_to(folder: Path) -> None:

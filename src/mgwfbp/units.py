@@ -1,6 +1,17 @@
 """Seconds, bytes, counts, names and types of numbers as people read them."""
 
-__all__ = ["format_bytes", "format_dtype", "format_range", "format_seconds", "plural", "printable", "quote"]
+import re
+
+__all__ = [
+    "format_bytes",
+    "format_dtype",
+    "format_range",
+    "format_seconds",
+    "parse_bytes",
+    "plural",
+    "printable",
+    "quote",
+]
 
 
 def format_seconds(seconds: float) -> str:
@@ -36,6 +47,23 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: bytes, or with a decimal unit, or one of powers of 1024.
+
+    >>> parse_bytes("40GiB"), parse_bytes("1.5 MB"), parse_bytes("800")
+    (42949672960, 1500000, 800)
+
+    Raises:
+        ValueError: where it is none.
+    """
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(?:([kKMGT])(i?))?B?", text.strip())
+    if found is None:
+        raise ValueError(f"{quote(text)}, expected a size such as 40GiB or 512MB")
+    number, letter, binary = found.groups()
+    power = " KMGT".index(letter.upper()) if letter else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def format_dtype(dtype: object) -> str:

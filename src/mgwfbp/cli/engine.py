@@ -1,4 +1,4 @@
-"""Options of commands that plan for torch's way to train, or for a sharded optimizer."""
+"""Options of commands that plan for torch's way to train, for a sharded optimizer, or for FSDP2."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -14,11 +14,11 @@ __all__ = ["Engine", "Engines", "check_without_wire", "read_engines", "talk_of_h
 
 ENGINES = ("ddp", "sharded")
 Engine = Annotated[
-    Literal["ddp", "sharded"],
+    Literal["ddp", "sharded", "fsdp2"],
     typer.Option(
         "--engine",
         help="Who runs the plan: ddp all-reduces gradients; sharded may reduce-scatter them and gather parameters "
-        "during the next forward pass.",
+        "during the next forward pass; fsdp2 is torch's fully_shard, whose groups are modules.",
     ),
 ]
 Engines = Annotated[
@@ -41,9 +41,9 @@ def read_engines(text: str, wire: str | None) -> bool:
 
 
 def check_without_wire(wire: str | None) -> None:
-    """Refuse low precision, which no plan for a sharded optimizer has."""
+    """Refuse low precision, which no plan with halves of all-reduces has."""
     if wire is not None:
-        raise typer.BadParameter("a sharded plan sends messages as they are; leave out --wire", param_hint="--engine")
+        raise typer.BadParameter("such a plan sends messages as they are; leave out --wire", param_hint="--engine")
 
 
 def talk_of_halves(trace: ModelTrace, costs: Sequence[Cost]) -> None:

@@ -21,12 +21,14 @@ from mgwfbp.cli.options import (
 )
 from mgwfbp.cli.output import check_not_input, print_line, talk, write_record
 from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost, with_low_cost
+from mgwfbp.cost import Cost
 from mgwfbp.files import write_text
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
+from mgwfbp.planners.fsdp import plan_fsdp
 from mgwfbp.planners.slack import TIE
-from mgwfbp.trace import load_trace
-from mgwfbp.units import format_bytes, format_seconds
+from mgwfbp.trace import ModelTrace, load_trace
+from mgwfbp.units import format_bytes, format_seconds, parse_bytes
 
 __all__ = ["plan"]
 
@@ -46,6 +48,14 @@ def plan(
     ] = "json",
     wire: Wire = None,
     wire_cost: WireCostFile = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --engine fsdp2: what a rank may have for parameters, gradients and the optimizer's state, "
+            "without activations, such as 40GiB.",
+        ),
+    ] = None,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
@@ -57,14 +67,19 @@ def plan(
     if wire and form == "torch":
         raise typer.BadParameter("torch's DDP has one precision for all messages; give json", param_hint="--format")
     is_sharded = engine == "sharded"
-    if is_sharded:
+    if engine != "ddp":
         check_without_wire(wire)
-    if is_sharded and planner != "optimal":
-        raise typer.BadParameter(f"planner {planner} knows no gathers; give optimal", param_hint="--engine")
-    if is_sharded and form == "torch":
-        raise typer.BadParameter("torch's DDP all-reduces all messages; give json", param_hint="--format")
+        if planner != "optimal":
+            raise typer.BadParameter(f"planner {planner} knows no gathers; give optimal", param_hint="--engine")
+        if form == "torch":
+            raise typer.BadParameter("torch's DDP all-reduces all messages; give json", param_hint="--format")
+    if memory_limit is not None and engine != "fsdp2":
+        raise typer.BadParameter(f"{engine} keeps all parameters; give --engine fsdp2", param_hint="--memory-limit")
     model_trace, low, links = load_trace(trace), read_low_cost(wire, wire_cost), Links(per_node, inside)
     talk_of_low_cost(wire, wire_cost)
+    if engine == "fsdp2":
+        _plan_fsdp(model_trace, read_cost_with_halves(cost, workers, links), memory_limit, output)
+        return
     if is_sharded:
         halves = read_cost_with_halves(cost, workers, links)
         found = find_sharded_plan(model_trace, halves)
@@ -85,6 +100,23 @@ def plan(
         talk(_low_words(found, wire, model_trace.grad_bytes))
     if is_sharded:
         talk(_sharded_words(found, model_trace.grad_bytes))
+
+
+def _plan_fsdp(trace: ModelTrace, cost: Cost, memory_limit: str | None, output: str | None) -> None:
+    """Plan for FSDP2, write the plan and say what it is expected to give."""
+    try:
+        limit = None if memory_limit is None else parse_bytes(memory_limit)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem), param_hint="--memory-limit") from None
+    found = plan_fsdp(trace, cost, memory_limit=limit)
+    talk_of_halves(trace, [cost])
+    write_record(found, output)
+    predicted = found.predicted
+    talk(
+        f"{found!r}: step {format_seconds(predicted['iteration_s'])}, {format_seconds(predicted['exposed_s'])} of it "
+        f"exposed communication; no plan can be below {format_seconds(predicted['lower_bound_s'])}; "
+        f"{format_bytes(predicted['memory_bytes'])} a rank, with two states of the optimizer and without activations"
+    )
 
 
 def _low_words(plan: MergePlan, wire: str, all_bytes: int) -> str:
