@@ -189,7 +189,7 @@ def faults() -> dict[str, Any]:
     def unfit(patch: pytest.MonkeyPatch) -> None:
         calls = iter(range(10**6))
         patch.setattr(
-            distributed,
+            tuner_module,
             "unfit_for_tuning",
             lambda *_: "it was compiled meanwhile" if is_odd() and next(calls) == 2 else "",
         )

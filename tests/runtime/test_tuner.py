@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mgwfbp.runtime.distributed import NOT_WATCHED
+from mgwfbp.runtime.self_tuning import NOT_WATCHED
 from tests.runtime.launch import let_ranks_end, run_ranks
 from tests.runtime.tuner_ranks import ENOUGH_STEPS
 

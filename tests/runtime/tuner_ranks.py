@@ -191,7 +191,7 @@ def left_on(model: Any) -> list[str]:
     left += [f"module {name}" for name in ("_forward_hooks", "_forward_pre_hooks") if getattr(model.module, name)]
     left += [name for name, one in model.named_parameters() if one._backward_hooks is not None]
     left += [name for name, one in model.named_parameters() if one._post_accumulate_grad_hooks]
-    left += ["observer"] * (model._observer is not None)
+    left += ["observer"] * (model._observer is not None or model._self_tuning.tuner is not None)
     left += ["messages"] * (model._handle is not None and model._handle.is_observed)
     return left
 

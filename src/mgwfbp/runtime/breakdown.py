@@ -63,7 +63,7 @@ class NotedMessages:
         """
         groups = reducer.groups_of(reducer.buckets())
         plan = MergePlan(gradients.model, "ddp" if reducer.given is None else "plan in force", groups)
-        sizes, named = gradients.sizes_of(plan.groups), zip(reducer.names, reducer.parameters, strict=True)
+        sizes = gradients.sizes_of(plan.groups)
         by_note = {note: [step for place, step in enumerate(observed) if note_of(place) == note] for note in NOTES[:3]}
         whole = [
             _shifted(step, max(0.0, length_s - step.end_s)) for step, length_s in zip(observed, lengths_s, strict=True)
@@ -76,7 +76,7 @@ class NotedMessages:
         }
         step = _joined(_middle(by_note["messages"]), _middle(by_note["gradients"]))
         timeline = timeline_of(step, gradients, plan, workers).dumps()
-        return cls(gradients, plan, kinds_of(named, reducer.sparse), steps, timeline)
+        return cls(gradients, plan, kinds_of(reducer), steps, timeline)
 
     @property
     def largest_bytes(self) -> int:

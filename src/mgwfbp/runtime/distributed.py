@@ -1,58 +1,41 @@
 """A drop-in DistributedDataParallel that finds the best messages, or sends exactly those of a plan."""
 
 import inspect
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from mgwfbp.cost import Cost
-from mgwfbp.errors import MeasureError, PlanError, ShardError
+from mgwfbp.errors import PlanError, ShardError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
-from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import WIRES, MergePlan
 from mgwfbp.runtime.compile_private import follow_plans, runs_graphs, warn_of_old_cuts
-from mgwfbp.runtime.decide import Limits
-from mgwfbp.runtime.drift import Drift
-from mgwfbp.runtime.fitness import unfit_for_tuning
-from mgwfbp.runtime.gloo import store_of
-from mgwfbp.runtime.kinds import check_kinds, kinds_of
-from mgwfbp.runtime.learn import Gradients, Note
-from mgwfbp.runtime.observation import Observation
-from mgwfbp.runtime.observe import Observer, weakly
-from mgwfbp.runtime.reducer import (
-    Parameters,
-    ReducerHandle,
-    cannot_hold,
-    missing,
-    uncompiled,
-)
+from mgwfbp.runtime.kinds import PlanLike, read_plan
+from mgwfbp.runtime.learn import Note
+from mgwfbp.runtime.observation import Observation, observing
+from mgwfbp.runtime.observe import Observer
+from mgwfbp.runtime.reducer import Parameters, ReducerHandle, cannot_hold, missing
 from mgwfbp.runtime.rows import Shards
+from mgwfbp.runtime.self_tuning import SelfTuning
 from mgwfbp.runtime.strides import StrideWatch
-from mgwfbp.runtime.tuner import Tuner
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.runtime.user_line import call_from_user_line, warn_user
-from mgwfbp.runtime.wire import cannot_wire, check_wire
+from mgwfbp.runtime.wire import cannot_wire
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
 __all__ = ["IN_JOIN", "DistributedDataParallel"]
 
-PlanLike = MergePlan | str | os.PathLike[str]
-
 _NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(count)  # of models, by group
+NOT_USED = "the plan is not used and DDP's own buckets are:"
 IN_JOIN = "the model is trained inside join(), where ranks that ran out of data do not answer"
-NOT_WATCHED = "steps are not watched for change: this torch does not count the collectives of the group"
-_TO_BEGIN = Tuning("working", "not begun")  # of a model that is being made and shall tune itself
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):
@@ -91,9 +74,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     """
 
     _handle: ReducerHandle | None = None
-    _observer: Observer | Tuner | None = None
-    _drift: Drift | None = None
-    _settled: Tuning | None = None  # what the tuner found when it settled last
+    _observer: Observer | None = None  # of `observe` or `mgwfbp.explain`
     _builtin_hook: Any = None  # that was registered
     _shards: Shards | None = None  # of a sharded optimizer
     _explaining: Any = None  # what `mgwfbp.explain` returned, until it has ended
@@ -115,10 +96,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"wire={wire!r} with tune=False and without a plan: nothing would say which messages use it"
             )
         reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
-        self._tuning = Tuning("off", reason) if reason else _TO_BEGIN
+        self._self_tuning = SelfTuning(reason, tune_steps, retune_steps)
         self._plan: MergePlan | None = None
         self._wire = wire
-        self._tune_steps, self._retune_steps = tune_steps, retune_steps
         self.is_compiled = False  # whether a graph was compiled inside the forward pass
         self._absent = missing() if plan is not None or tune else ()
         self._asked_for: Callable[[], None] | None = partial(self._agree_on_plan, plan, given)
@@ -133,33 +113,27 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
         """Agree with the other ranks on the plan, once parameters are known and before ranks exchange anything."""
         clash = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name) is not None]
-        requested = None if self._cannot_hold else plan
-        # init_sync=False asks for a construction without collectives; a plan is compared even then.
-        if requested is None and not given.get("init_sync", True):
-            self._check_wire()
-            return
+        requested, wire = None if self._cannot_hold else plan, self._wire
 
         def prepare() -> MergePlan | None:
             if requested is not None and clash:
                 raise PlanError(f"plan= and {clash[0]}= are both given, and each says how large buckets are")
-            self._check_wire()
-            return None if requested is None else _prepare(requested, Parameters(self), self._wire)
+            if wire not in (None, *WIRES):
+                raise PlanError(f"wire is {quote(wire)}, expected one of {', '.join(WIRES)}, or None")
+            if wire is not None and (cannot := self._cannot_hold or cannot_wire(self)):
+                raise PlanError(f"wire={wire!r} cannot be had: {cannot}")
+            return None if requested is None else read_plan(requested, Parameters(self), wire)
 
-        tunes = self._tuning == _TO_BEGIN
+        # init_sync=False asks for a construction without collectives; a plan is compared even then.
+        if requested is None and not given.get("init_sync", True):
+            prepare()
+            return
+        tunes = self._self_tuning.is_to_begin
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
-            self._plan = agree_on_plan(prepare, self.process_group, tunes=tunes, wire=self._wire)
+            self._plan = agree_on_plan(prepare, self.process_group, tunes=tunes, wire=wire)
             failed = first_problem(self._cannot_hold, self.process_group) if tunes else None
         if failed is not None and not self._cannot_hold:  # which says it itself
-            self._tuning = Tuning("off", f"rank {failed[0]} cannot tune: {failed[1]}")
-
-    def _check_wire(self) -> None:
-        """Raise unless messages can travel in the precision that was asked for, if one was."""
-        if self._wire is None:
-            return
-        if self._wire not in WIRES:
-            raise PlanError(f"wire is {quote(self._wire)}, expected one of {', '.join(WIRES)}, or None")
-        if cannot := self._cannot_hold or cannot_wire(self):
-            raise PlanError(f"wire={self._wire!r} cannot be had: {cannot}")
+            self._self_tuning.refuse(f"rank {failed[0]} cannot tune: {failed[1]}")
 
     @property
     def _cannot_hold(self) -> str:
@@ -175,22 +149,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _begin(self, *, plan_was_given: bool) -> None:
         """Do what follows every construction, be it from the constructor, a pickle or a copy."""
-        cannot = self._cannot_hold
-        if cannot:
+        if cannot := self._cannot_hold:
             if plan_was_given:
-                warn_user(f"the plan is not used and DDP's own buckets are: {cannot}")
+                warn_user(f"{NOT_USED} {cannot}")
             elif self._absent:
                 warn_user(f"nothing is tuned and DDP's own buckets are used: {cannot}")
             self._plan = None
-            if self._tuning == _TO_BEGIN:
-                self._tuning = Tuning("off", cannot)
+            self._self_tuning.refuse(cannot)
             return
         handle = self._handle = ReducerHandle(self)
         if self._plan is not None:
             handle.set_buckets(handle.buckets_of(self._plan.groups), self._plan.wire)
         follow_plans()
-        if self._tuning == _TO_BEGIN:
-            self._start_tuner(self._settled)
+        self._self_tuning.begin(handle)
         self._strides = StrideWatch(self, handle)
 
     @property
@@ -208,24 +179,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return None
         handle = handle or ReducerHandle(self)  # of a model that is torch's alone: only for this question
         groups = handle.groups_of(handle.buckets())
-        is_tried = handle.given is not None and isinstance(self._observer, Tuner)
+        is_tried = handle.given is not None and self._self_tuning.tuner is not None
         return MergePlan(type(self.module).__name__, "on trial" if is_tried else "ddp", groups, wire=handle.wires)
 
     @property
     def tuning(self) -> Tuning:
         """What the tuner is doing or has found; printable."""
-        if isinstance(self._observer, Tuner):
-            return self._observer.tuning
-        return self._tuning if self._drift is None else replace(self._tuning, problem=self._drift.problem)
+        return self._self_tuning.tuning
 
-    @contextmanager
     def observe(
         self,
         steps: int = 10,
         *,
         predict_with: tuple[ModelTrace | None, Cost] | None = None,
         notes: Sequence[Note] | None = None,
-    ) -> Iterator[Observation]:
+    ) -> AbstractContextManager[Observation]:
         """Observe the next steps that run inside ``with model.observe() as seen:``.
 
         Only steps whose gradients are averaged count, at most ``steps`` of them; others may run in between, and steps
@@ -248,53 +216,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         Raises:
             MeasureError: where the model cannot be observed now; it says why.
         """
-        steps = steps if notes is None else len(notes)
-        if steps < 1:
-            raise MeasureError(f"steps is {steps}, expected 1 or more")
-        if isinstance(self._observer, Tuner):
-            raise MeasureError(f"the tuner is at work ({self.tuning.reason}): observe when it has ended, or tune=False")
-        if self._observer is not None:
-            raise MeasureError("the model is being observed already: leave that block first")
-        if cannot := ", ".join(missing()) or cannot_hold(self):
-            raise MeasureError(f"cannot observe: {cannot}")
-        handle = self._handle or ReducerHandle(self)
-        if any(handle.sparse):
-            raise MeasureError("cannot observe: gradients are sparse, and as large as each batch makes them")
-        if handle.has_hooks and handle.cannot_change:  # a Reducer is told its hooks only once
-            raise MeasureError(f"cannot observe a model with a communication hook: {handle.cannot_change}")
-        had_settled: list[bool] = []  # of every step: the first one of a Reducer is unlike the others
-
-        def note_next() -> None:
-            note = None if notes is None else notes[sum(had_settled)]
-            observer.note(gradients=note in (None, "gradients"), messages=note in (None, "messages"))
-
-        def step_has_ended() -> None:
-            had_settled.append(handle.has_settled)
-            if sum(had_settled) >= steps:
-                self._stop_observing(observer)
-            else:
-                note_next()
-
-        observer = self._observer = Observer(handle, clock_for(self.device), step_has_ended)
-        note_next()
-        seen = Observation()
-        try:
-            yield seen
-        finally:
-            self._stop_observing(observer)
-        # Only now: reading a step waits for the GPU, and the host would no longer run ahead of it.
-        taken = [step for step, settled in zip(observer.take(), had_settled, strict=True) if settled]
-        gradients = Gradients(type(self.module).__name__, handle.names, handle.sizes)
-        if predict_with is None and (costs := self.tuning.costs) is not None:
-            predict_with = (self.tuning.trace, costs)
-        plan = self.plan
-        if plan is not None:
-            seen.fill(taken, gradients, plan, self.process_group, predict_with, notes)
-
-    def _stop_observing(self, observer: Observer) -> None:
-        if self._observer is observer:
-            observer.stop()
-            self._observer = None
+        return observing(self, steps, predict_with, notes)
 
     def replan(self, plan: PlanLike | None) -> None:
         """Change to another plan, or with None to torch's own buckets. All ranks must call it, with the same plan.
@@ -313,9 +235,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise PlanError("the plan cannot be changed inside join(), where ranks that ran out of data do not answer")
         if absent := missing():
             if plan is not None:
-                warn_user(
-                    f"the plan is not used and DDP's own buckets are: torch {torch.__version__} lacks {absent[0]}"
-                )
+                warn_user(f"{NOT_USED} torch {torch.__version__} lacks {absent[0]}")
             return
         if cannot := cannot_hold(self):
             raise PlanError(f"no plan can be held: {cannot}")
@@ -330,14 +250,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
             shards = self._shards
-            found = None if plan is None else _prepare(plan, handle, self._wire, is_sharded=shards is not None)
+            found = None if plan is None else read_plan(plan, handle, self._wire, is_sharded=shards is not None)
             if shards is not None:
                 shards.check(*(handle.torchs_groups, ()) if found is None else (found.groups, found.gathers))
             return found
 
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             agreed = agree_on_plan(prepare, self.process_group)
-        self._stop_tuning("a plan was set by hand")
+        self._self_tuning.stop("a plan was set by hand")
         self._handle = handle
         self._plan = agreed
         buckets, wires = (None, ()) if agreed is None else (handle.buckets_of(agreed.groups), agreed.wire)
@@ -357,18 +277,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _shard_with(self, shards: Shards) -> None:
         """Let a `ShardedOptimizer` have the gradients."""
         handle = self._handle = self._handle or ReducerHandle(self)
-        was_working = isinstance(self._observer, Tuner)
-        self._stop_tuning("a sharded optimizer was made")
+        was_working = self._self_tuning.tuner is not None
+        self._self_tuning.stop("a sharded optimizer was made")
         handle.shard_with(shards)
         self._shards = shards
         shards.guard(self.module)
         if was_working:
-            self._tuning = _TO_BEGIN
-            self._start_tuner()
+            self._self_tuning.start(anew=True)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        handle, observer, drift = self._handle, self._observer, self._drift
-        shards = self._shards
+        handle, shards = self._handle, self._shards
+        observer, drift = self._observer or self._self_tuning.tuner, self._self_tuning.drift
         if (
             shards is not None
             and shards.pending
@@ -378,10 +297,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if handle is not None and handle.is_due:
             handle.before_forward()
         if observer is not None and torch.is_grad_enabled():
-            if isinstance(observer, Tuner) and observer.is_captured:
-                self._stop_tuning("the model was captured in a CUDA graph, whose buckets cannot change")
-            else:
-                observer.before_forward()
+            observer.before_forward()
         # Also in observed steps: one rank alone may observe. `explain` works on all.
         averages = self.require_backward_grad_sync and self.training
         if drift is not None and self._explaining is None and averages and torch.is_grad_enabled():
@@ -391,79 +307,23 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         if self._shards is not None and self._shards.pending and torch.is_grad_enabled():
             self._shards.finish_all()  # what was not used; the backward pass needs the link
-        if self._observer is not None and torch.is_grad_enabled():
-            self._observer.after_forward()
+        observer = self._observer or self._self_tuning.tuner
+        if observer is not None and torch.is_grad_enabled():
+            observer.after_forward()
         return super()._post_forward(output)
 
-    def _start_tuner(self, before: Tuning | None = None) -> None:
-        """Tune from the next step on, again where it was tuned before; all ranks begin at the same one."""
-        handle = self._handle
-        assert handle is not None  # noqa: S101 - it holds plans
-        if dist.get_world_size(self.process_group) == 1:
-            self._tuning = Tuning("off", "there is one rank, and nothing to send")
-        elif any(handle.sparse):
-            self._tuning = Tuning("off", "gradients are sparse, and as large as each batch makes them")
-        else:
-            kinds = kinds_of(zip(handle.names, handle.parameters, strict=True), handle.sparse)
-            self._observer = Tuner(
-                handle,
-                kinds,
-                self.process_group,
-                weakly(self._unfit),
-                weakly(self._tuner_has_ended),
-                limits=Limits(steps=min(self._tune_steps, self._retune_steps) if before else self._tune_steps),
-                before=before,
-                wire=self._wire,
-            )
-
-    def _unfit(self) -> str:
-        return "" if self._handle is None else unfit_for_tuning(self, self._handle)
-
-    def _tuner_has_ended(self, tuning: Tuning) -> None:
-        self._observer, self._tuning = None, tuning
-        self._charge(tuning)
-        if tuning.state == "settled":
-            self._plan, self._settled = tuning.plan, tuning
-            if self._retune_steps > 0:
-                self._watch_drift(tuning)
-        self._begin_explaining()
-
-    def _charge(self, tuning: Tuning) -> None:
-        """Count the steps of looking again."""
-        if self._settled is not None:
-            self._retune_steps -= tuning.steps - self._settled.steps
-
-    def _begin_explaining(self) -> None:
-        """Let `explain` begin, which waits for the tuner; on all ranks after the same reduction."""
-        if self._explaining is not None:
-            self._explaining.begin()
-
-    def _watch_drift(self, tuning: Tuning) -> None:
-        handle, group = self._handle, self.process_group
-        assert handle is not None  # noqa: S101 - it was tuned
-        collectives, store = handle.collectives, store_of(group, f"{self._number}/{tuning.retuned}")
-        if collectives is not None and store is not None:
-            rank, world = dist.get_rank(group), dist.get_world_size(group)
-            wait = clock_for(self.device).wait
-            self._drift = Drift(store, rank, world, collectives, weakly(self._look_again), wait=wait)
-        else:
-            self._tuning = replace(self._tuning, problem=NOT_WATCHED)
-
     def _look_again(self) -> None:
-        self._drift = None
-        if isinstance(self._observer, Observer):
-            self._stop_observing(self._observer)  # one rank alone may observe; tuning begins on all
-        self._start_tuner(self._settled)
+        """Tune again; on all ranks when the same step begins."""
+        if self._observer is not None:  # one rank alone may observe; tuning begins on all
+            self._observer.stop()
+            self._observer = None
+        self._self_tuning.start()
 
-    def _stop_tuning(self, reason: str, *, restore: bool = False) -> None:
-        was_watched, self._drift = self._drift is not None, None
-        if isinstance(self._observer, Tuner):
-            tuning = self._observer.stop(reason, restore=restore)
-            self._observer, self._tuning = None, tuning
-            self._charge(tuning)
-            self._begin_explaining()
-        elif was_watched:
-            self._tuning = replace(self._tuning, problem=f"steps are no longer watched: {reason}")
+    def _tuner_has_ended(self, plan: MergePlan | None) -> None:
+        if plan is not None:
+            self._plan = plan
+        if self._explaining is not None:  # it waited for the tuner; on all ranks after the same reduction
+            self._explaining.begin()
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer."""
@@ -472,7 +332,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._handle is not None:
             self._handle.settle()
             self._handle.was_joined = True
-            self._stop_tuning(IN_JOIN, restore=True)
+            self._self_tuning.stop(IN_JOIN, restore=True)
         return super().join_hook(**kwargs)
 
     @contextmanager
@@ -488,8 +348,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._handle is not None:
             # Torch leaves it set, and would go on asking ranks that are no longer there.
             self._join_config = before
-            if self._tuning.reason == IN_JOIN:
-                self._start_tuner(self._settled)
+            if self.tuning.reason == IN_JOIN:
+                self._self_tuning.start()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as torch does."""
@@ -515,7 +375,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)  # after which torch makes its own buckets again
-        self._stop_tuning("the process group was changed", restore=True)
+        self._self_tuning.stop("the process group was changed", restore=True)
         if self._handle is not None:
             self._handle.set_buckets(self._handle.given, self._handle.wires)
 
@@ -526,43 +386,23 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def __getstate__(self) -> Any:
         state = dict(super().__getstate__())
-        # What observes this object stays with it; a copy of a model that is being tuned begins anew.
+        # What observes this object stays with it.
         state["_forward_pre_hooks"] = OrderedDict(
-            (key, hook) for key, hook in state["_forward_pre_hooks"].items() if not _is_ours(hook)
+            (key, hook)
+            for key, hook in state["_forward_pre_hooks"].items()
+            if not str(getattr(hook, "__module__", "")).startswith("mgwfbp.")
         )
-        state["_retune_steps"] = 0  # its place in the group's store is the original's
-        if isinstance(self._observer, Tuner):
-            state["_tuning"] = _TO_BEGIN
-        for name in ("_handle", "_observer", "_drift", "_strides", "_explaining", "_shards"):
+        for name in ("_handle", "_observer", "_strides", "_explaining", "_shards"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._tuning.state == "off" and self._plan is None:
+        if self.tuning.state == "off" and self._plan is None:
             return
         self._absent = missing()
         # The Reducer of a copy has those parameters that require gradients now.
         if self._plan is not None and set(self._plan.layer_names) != set(Parameters(self).names):
             self._plan = None
-            warn_user(
-                "the plan is not used and DDP's own buckets are: it is a copy's, and parameters were frozen or thawed "
-                "since the plan was made"
-            )
+            warn_user(f"{NOT_USED} it is a copy's, and parameters were frozen or thawed since the plan was made")
         self._begin(plan_was_given=self._plan is not None)
-
-
-def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None, *, is_sharded: bool = False) -> MergePlan:
-    """Read a plan and check that this model's gradients can be sent as it says."""
-    loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
-    if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
-        loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
-    if not is_sharded:
-        loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
-    check_wire(loaded.wire, wire)
-    check_kinds(loaded, kinds_of(zip(parameters.names, parameters.parameters, strict=True), parameters.sparse))
-    return loaded
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("mgwfbp.")

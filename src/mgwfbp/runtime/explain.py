@@ -110,7 +110,7 @@ def _check(model: Any, optimizer: object, parameters: Sequence[Tensor], steps: i
     clock_for(parameters[0].device)
     if any(isinstance(hook, _Hook) for hook in model._forward_pre_hooks.values()):
         raise MeasureError("the model is being explained already: wait until that has ended")
-    if isinstance(getattr(model, "_observer", None), Observer):
+    if getattr(model, "_observer", None) is not None:
         raise MeasureError("the model is being observed: leave that block first")
 
 
@@ -179,7 +179,7 @@ class Explaining:
         self._is_ours = isinstance(model, OurDistributedDataParallel)
         if self._is_ours:
             model._explaining = self
-        if not self._is_ours or model._observer is None:
+        if not self._is_ours or model.tuning.state != "working":
             self.begin()
 
     def __str__(self) -> str:

@@ -1,9 +1,5 @@
 """Which models are not tuned while they train, and why: `unfit_for_tuning`."""
 
-from typing import Any
-
-from torch.nn.parallel import DistributedDataParallel
-
 from mgwfbp.runtime.reducer import ReducerHandle
 
 __all__ = ["unfit_for_tuning"]
@@ -12,9 +8,9 @@ __all__ = ["unfit_for_tuning"]
 STATELESS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
-def unfit_for_tuning(ddp: DistributedDataParallel, reducer: ReducerHandle) -> str:
+def unfit_for_tuning(reducer: ReducerHandle) -> str:
     """Say why a model's buckets must not be changed during training; empty where they may."""
-    model: Any = ddp
+    model = reducer.ddp
     if getattr(model, "_require_manual_backward_finalization", False):  # torch 2.15
         return "the end of a backward pass is finalized by hand"
     if getattr(model, "skip_all_reduce_unused_params", False):

@@ -1,18 +1,21 @@
-"""What must be equal within a message: `Kind`."""
+"""What must be equal within a message, `Kind`, and plans that are read and checked for it."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.reducer import uncompiled
+from mgwfbp.runtime.reducer import Parameters, uncompiled
+from mgwfbp.runtime.wire import check_wire
 from mgwfbp.units import quote
 
-__all__ = ["Kind", "check_kinds", "kinds_of", "split_by_kind"]
+__all__ = ["Kind", "PlanLike", "check_kinds", "kinds_of", "read_plan", "split_by_kind"]
+
+PlanLike = MergePlan | str | os.PathLike[str]
 
 
 class Kind(NamedTuple):
@@ -26,12 +29,10 @@ class Kind(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
-def kinds_of(named: Iterable[tuple[str, nn.Parameter]], sparse: Sequence[bool]) -> dict[str, Kind]:
-    """Return the kind of every gradient."""
-    return {
-        name: Kind(parameter.dtype, parameter.device, is_sparse)
-        for (name, parameter), is_sparse in zip(named, sparse, strict=True)
-    }
+def kinds_of(own: Parameters) -> dict[str, Kind]:
+    """Return the kind of every gradient of a model."""
+    named = zip(own.names, own.parameters, own.sparse, strict=True)
+    return {name: Kind(parameter.dtype, parameter.device, is_sparse) for name, parameter, is_sparse in named}
 
 
 def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
@@ -51,6 +52,18 @@ def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
                     f"{what} of the plan merges {quote(first_name)} ({first}) with {quote(name)} "
                     f"({kinds[name]}); a message holds one dtype on one device: split it"
                 )
+
+
+def read_plan(plan: PlanLike, own: Parameters, wire: str | None, *, is_sharded: bool = False) -> MergePlan:
+    """Read a plan and check that a model's gradients can be sent as it says."""
+    loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
+    if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
+        loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
+    if not is_sharded:
+        loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
+    check_wire(loaded.wire, wire)
+    check_kinds(loaded, kinds_of(own))
+    return loaded
 
 
 def _may_be_low(kind: Hashable) -> bool:

@@ -1,20 +1,24 @@
-"""What ``with model.observe() as seen:`` saw: `Observation`."""
+"""Observes steps for ``with model.observe() as seen:``; what was seen is an `Observation`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import agree_on_trace
+from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen, sends, timeline_of, trace_of, without_lags
-from mgwfbp.runtime.observe import ObservedStep
+from mgwfbp.runtime.observe import ObservedStep, Observer
+from mgwfbp.runtime.reducer import ReducerHandle, cannot_hold, missing
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
 
-__all__ = ["Observation"]
+__all__ = ["Observation", "observing"]
 
 
 class Observation:
@@ -117,16 +121,17 @@ class Observation:
     def fill(
         self,
         steps: Sequence[ObservedStep],
-        gradients: Gradients,
+        reducer: ReducerHandle,
         plan: MergePlan,
-        group: dist.ProcessGroup,
         predict_with: tuple[ModelTrace | None, Cost] | None,
-        notes: Sequence[Note] | None = None,
+        notes: Sequence[Note] | None,
     ) -> None:
         """Take over what was observed while this plan was in force; ``notes`` says it of each step, if not all of all.
 
         Of a step of which not all was noted there is no timeline.
         """
+        group = reducer.ddp.process_group
+        gradients = Gradients(type(reducer.ddp.module).__name__, reducer.names, reducer.sizes)
         sizes = gradients.sizes_of(plan.groups)
         self._gradients, self._group, self._plan = gradients, group, plan
         if notes is not None:
@@ -141,3 +146,61 @@ class Observation:
         if predict_with is not None:
             trace, cost = predict_with
             self._predicted = predict(trace or without_lags(self._trace, plan, cost), cost, plan)
+
+
+@contextmanager
+def observing(
+    model: Any, steps: int, predict_with: tuple[ModelTrace | None, Cost] | None, notes: Sequence[Note] | None
+) -> Iterator[Observation]:
+    """Observe steps of a model of our class, whose ``observe`` says how."""
+    steps = steps if notes is None else len(notes)
+    if steps < 1:
+        raise MeasureError(f"steps is {steps}, expected 1 or more")
+    handle = _observable(model)
+    had_settled: list[bool] = []  # of every step: the first one of a Reducer is unlike the others
+
+    def note_next() -> None:
+        note = None if notes is None else notes[sum(had_settled)]
+        observer.note(gradients=note in (None, "gradients"), messages=note in (None, "messages"))
+
+    def step_has_ended() -> None:
+        had_settled.append(handle.has_settled)
+        if sum(had_settled) < steps:
+            note_next()
+        else:
+            stop()
+
+    def stop() -> None:
+        if model._observer is observer:  # else it was stopped before
+            observer.stop()
+            model._observer = None
+
+    observer = model._observer = Observer(handle, clock_for(model.device), step_has_ended)
+    note_next()
+    seen = Observation()
+    try:
+        yield seen
+    finally:
+        stop()
+    # Only now: reading a step waits for the GPU, and the host would no longer run ahead of it.
+    taken = [step for step, settled in zip(observer.take(), had_settled, strict=True) if settled]
+    if predict_with is None and (costs := model.tuning.costs) is not None:
+        predict_with = (model.tuning.trace, costs)
+    if (plan := model.plan) is not None:
+        seen.fill(taken, handle, plan, predict_with, notes)
+
+
+def _observable(model: Any) -> ReducerHandle:
+    """Return the handle on the Reducer of a model that can be observed now; raise where it cannot."""
+    if model.tuning.state == "working":
+        raise MeasureError(f"the tuner is at work ({model.tuning.reason}): observe when it has ended, or tune=False")
+    if model._observer is not None:
+        raise MeasureError("the model is being observed already: leave that block first")
+    if cannot := ", ".join(missing()) or cannot_hold(model):
+        raise MeasureError(f"cannot observe: {cannot}")
+    handle: ReducerHandle = model._handle or ReducerHandle(model)
+    if any(handle.sparse):
+        raise MeasureError("cannot observe: gradients are sparse, and as large as each batch makes them")
+    if handle.has_hooks and handle.cannot_change:  # a Reducer is told its hooks only once
+        raise MeasureError(f"cannot observe a model with a communication hook: {handle.cannot_change}")
+    return handle

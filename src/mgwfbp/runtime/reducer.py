@@ -217,16 +217,12 @@ class ReducerHandle(Parameters):
         self.given: Buckets | None = None  # what we gave the Reducer; None: torch's own
         self.is_due = False  # whether they must be given in place when the next step begins
         self._shows_old = False  # whether a hook would be shown the parameters of earlier buckets
-        self.wires: tuple[
-            str, ...
-        ] = ()  # the precision of each bucket that we gave; empty where all travel as they are
+        self.wires: tuple[str, ...] = ()  # the precision of each bucket given; empty where all travel as they are
         self._on_message: OnMessage | None = None
         # What stands where the Reducer's process group stands, if anything; C++ alone would not keep it.
         self._wire_group: Any = None
         self._shard_group: Any = None
-        self.gathers: Buckets | None = (
-            None  # given, where parameters are gathered; None: as messages, the last one first
-        )
+        self.gathers: Buckets | None = None  # in which parameters are gathered; None: as messages, the last one first
         self._torchs: Buckets = []  # where messages go to owners of rows, which must know buckets: those held before
         self._stand_in: Any = None
         self.sample_rate: int | None = None

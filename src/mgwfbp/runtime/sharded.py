@@ -122,7 +122,7 @@ class ShardedOptimizer(optim.Optimizer):
                 return None
             loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
             own = self._own
-            check_kinds(loaded, kinds_of(zip(own.names, own.parameters, strict=True), own.sparse))
+            check_kinds(loaded, kinds_of(own))
             return loaded
 
         with on_device(self._model.device):

@@ -14,7 +14,7 @@ from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import Planner, find_plan, plan_wfbp, plan_wire, planner_of
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.kinds import Kind, kinds_of, split_by_kind
+from mgwfbp.runtime.kinds import Kind, split_by_kind
 from mgwfbp.runtime.reducer import uncompiled
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
@@ -197,4 +197,4 @@ def _kinds(module: nn.Module) -> dict[str, Kind]:
     """Return by name what must be equal within a message."""
     named = [(uncompiled(name), parameter) for name, parameter in module.named_parameters()]
     sparse = _sparse_names(module)
-    return kinds_of(named, [name in sparse for name, _ in named])
+    return {name: Kind(parameter.dtype, parameter.device, name in sparse) for name, parameter in named}

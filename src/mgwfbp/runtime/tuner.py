@@ -29,7 +29,8 @@ from mgwfbp.measure.agreement import broadcast_text, on_device, problem_of, try_
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.decide import Limits, Turn, Verdict, decide
-from mgwfbp.runtime.kinds import Kind, check_kinds, split_by_kind
+from mgwfbp.runtime.fitness import unfit_for_tuning
+from mgwfbp.runtime.kinds import Kind, check_kinds, kinds_of, split_by_kind
 from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
@@ -68,27 +69,16 @@ class Tuner:
     """Tunes a model during some of its steps; see [Note: how ranks work together]."""
 
     def __init__(
-        self,
-        reducer: ReducerHandle,
-        kinds: Mapping[str, Kind],
-        group: dist.ProcessGroup,
-        unfit: Callable[[], str],
-        on_end: Callable[[Tuning], object],
-        *,
-        limits: Limits | None = None,
-        before: Tuning | None = None,
-        wire: str | None = None,
+        self, reducer: ReducerHandle, on_end: Callable[[Tuning], object], limits: Limits, before: Tuning | None
     ) -> None:
-        self._reducer, self._group, self._unfit, self._on_end = reducer, group, unfit, on_end
+        self._reducer, self._on_end = reducer, on_end
         self.device = reducer.parameters[0].device
         self._progress = _Progress()
         self._steps, self._spent_s = (before.steps, before.spent_s) if before else (0, 0.0)
         self._retuned = before.retuned + 1 if before else 0
         self._silent_forwards = 0
         self.observer = Observer(reducer, clock_for(self.device), weakly(self._step_has_ended))
-        self._script = _tune(
-            reducer, self.observer, kinds, group, unfit, self._progress, limits or Limits(), before, wire
-        )
+        self._script = _tune(reducer, self.observer, self._progress, limits, before)
         next(self._script)  # to where it waits for the first step
 
     @property
@@ -99,13 +89,11 @@ class Tuner:
             doing += f"; none of {self._silent_forwards} forward passes was followed by a step that averages gradients"
         return Tuning("working", doing, steps=self._steps, spent_s=self._spent_s, retuned=self._retuned)
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether a CUDA graph is being captured now."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def before_forward(self) -> None:
-        """Note that a forward pass of training begins."""
+        """Note that a forward pass of training begins; end where it is captured in a CUDA graph."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._on_end(self.stop("the model was captured in a CUDA graph, whose buckets cannot change"))
+            return
         self._silent_forwards += 1
         self.observer.before_forward()
 
@@ -138,7 +126,7 @@ class Tuner:
         self._spent_s += time.perf_counter() - started_s
         if ended is not None:
             ended = replace(ended, spent_s=self._spent_s)
-            if dist.get_rank(self._group) == 0:
+            if dist.get_rank(self._reducer.ddp.process_group) == 0:
                 _log.info("%s", ended)
             self._on_end(ended)
 
@@ -176,21 +164,13 @@ class _Order:
 
 
 def _tune(
-    reducer: ReducerHandle,
-    observer: Observer,
-    kinds: Mapping[str, Kind],
-    group: dist.ProcessGroup,
-    unfit: Callable[[], str],
-    progress: _Progress,
-    limits: Limits,
-    before: Tuning | None,
-    wire: str | None,
+    reducer: ReducerHandle, observer: Observer, progress: _Progress, limits: Limits, before: Tuning | None
 ) -> Generator[None, None, tuple[Verdict, MergePlan]]:
     """Tune on this rank, together with the others: where it says ``yield``, a step of training goes by.
 
     All that a rank does on its own is done by `_together`: what fails there, fails on all.
     """
-    steps = 0
+    group, wire, kinds, steps = reducer.ddp.process_group, reducer.ddp._wire, kinds_of(reducer), 0
     while steps < WARMUP_STEPS or not reducer.has_settled:
         yield
         steps += 1
@@ -201,7 +181,7 @@ def _tune(
     def begin() -> MergePlan:
         nonlocal leader
         observer.take()
-        if reason := unfit():
+        if reason := unfit_for_tuning(reducer):
             raise _EndError(reason)
         held = progress.in_force = reducer.buckets()
         progress.wires, progress.gathers = reducer.wires, reducer.gathers
@@ -223,7 +203,7 @@ def _tune(
     while True:
         text = broadcast_text("" if leader is None else _ask(leader, seen), 0, group)
         order = _together(lambda: _read(text, gradients, reducer, kinds, wire), group)  # noqa: B023
-        _install(reducer, order, group, unfit)
+        _install(reducer, order, group)
         if order.verdict is not None:
             return order.verdict, default
         progress.doing = order.doing
@@ -320,14 +300,14 @@ def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:
     return Verdict(candidates, comparison, trace, cost, said["exposed_s"], low_cost, gathering)
 
 
-def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup, unfit: Callable[[], str]) -> None:
+def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup) -> None:
     """Give the Reducer a plan on all ranks, or on none: then tuning ends."""
     wires = order.plan.wire
     if order.plan.gathers:
         reducer.gathers = reducer.buckets_of(order.plan.gathers)
 
     def prepare() -> tuple[Buckets, tuple[str, ...]]:
-        if reason := unfit():  # it may have been compiled, or been given a hook, since the last plan
+        if reason := unfit_for_tuning(reducer):  # it may have been compiled, or been given a hook, since the last plan
             raise _EndError(reason)
         before = reducer.buckets()
         _check_room(reducer, before, order.buckets)
