@@ -131,7 +131,9 @@ class ShardedOptimizer(optim.Optimizer):
     @property
     def gathers(self) -> tuple[tuple[str, ...], ...]:
         """The groups in which parameters are gathered, in the order in which they are."""
-        return self._own.groups_of(self._groups_to_gather)
+        groups = self._own.groups_of(self._groups_to_gather)
+        shared = {one.name for one in self._owned.values() if one.is_whole}
+        return tuple(group for group in groups if group[0] not in shared)
 
     @property
     def _groups_to_gather(self) -> Buckets:
