@@ -45,7 +45,7 @@ from mgwfbp.runtime.wire import cannot_wire, check_wire
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["IN_JOIN", "DistributedDataParallel"]
+__all__ = ["IN_JOIN", "DistributedDataParallel", "prepare_plan"]
 
 PlanLike = MergePlan | str | os.PathLike[str]
 
@@ -143,7 +143,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             if requested is not None and clash:
                 raise PlanError(f"plan= and {clash[0]}= are both given, and each says how large buckets are")
             self._check_wire()
-            return None if requested is None else _prepare(requested, Parameters(self), self._wire)
+            return None if requested is None else prepare_plan(requested, Parameters(self), self._wire)
 
         tunes = self._tuning == _TO_BEGIN
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
@@ -197,8 +197,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def plan(self) -> MergePlan | None:
         """The messages of a step, as they are now: the plan in force, or torch's own buckets (planner ``ddp``).
 
-        None only where there are no buckets (``tuning`` says why).
+        With a `ShardedOptimizer` also its gathers. None only where there are no buckets (``tuning`` says why).
         """
+        plan, handle = self._messages, self._handle
+        gathers = () if handle is None else handle.groups_of(handle.groups_to_gather)
+        return plan if plan is None or plan.gathers == gathers else replace(plan, gathers=gathers, predicted={})
+
+    @property
+    def _messages(self) -> MergePlan | None:
+        """The plan in force, or torch's own buckets."""
         handle, plan = self._handle, self._plan
         if plan is not None and (
             handle is None or (handle.given, handle.wires) in ((None, ()), (handle.buckets_of(plan.groups), plan.wire))
@@ -330,7 +337,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
             shards = self._shards
-            found = None if plan is None else _prepare(plan, handle, self._wire, is_sharded=shards is not None)
+            found = None if plan is None else prepare_plan(plan, handle, self._wire, is_sharded=shards is not None)
             if shards is not None:
                 shards.check(*(handle.torchs_groups, ()) if found is None else (found.groups, found.gathers))
             return found
@@ -358,7 +365,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Let a `ShardedOptimizer` have the gradients."""
         handle = self._handle = self._handle or ReducerHandle(self)
         was_working = isinstance(self._observer, Tuner)
-        self._stop_tuning("a sharded optimizer was made")
+        self._stop_tuning("a sharded optimizer was made", restore=True)
         handle.shard_with(shards)
         self._shards = shards
         shards.guard(self.module)
@@ -552,11 +559,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._begin(plan_was_given=self._plan is not None)
 
 
-def _prepare(plan: PlanLike, parameters: Parameters, wire: str | None, *, is_sharded: bool = False) -> MergePlan:
+def prepare_plan(plan: PlanLike, parameters: Parameters, wire: str | None, *, is_sharded: bool = False) -> MergePlan:
     """Read a plan and check that this model's gradients can be sent as it says."""
     loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
     if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
-        loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
+        groups, gathers = (
+            tuple(tuple(map(uncompiled, group)) for group in some) for some in (loaded.groups, loaded.gathers)
+        )
+        loaded = replace(loaded, groups=groups, gathers=gathers)
     if not is_sharded:
         loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
     check_wire(loaded.wire, wire)
