@@ -26,6 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mgwfbp.runtime.rows
 from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError, ShardedOptimizer
+from mgwfbp.measure.clock import clock_for
+from mgwfbp.runtime.observe import Observer
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, Strided, make_plan
 
@@ -231,6 +233,9 @@ MODES: dict[str, Way] = {
         gathered=0.5, model=lambda: Shared(unused=True), ddp={"find_unused_parameters": True}
     ),
     "half all-reduced, channels last": Way(model=Channels, gathered=0.5),
+    "half all-reduced, strides and clipping": Way(
+        model=Strided, options={"lr": 1e-2}, width=4, gathered=0.5, clip=0.05
+    ),
     "half all-reduced, strides": Way(model=Strided, options={"lr": 1e-4, "momentum": 0.9}, width=4, gathered=0.5),
     "all all-reduced": Way(gathered=0.0),
 }
@@ -302,6 +307,98 @@ def planned() -> dict[str, Any]:
         "mixed": told(lambda: some.replan(make_plan(module, 1))),
         "torch's": told(lambda: some.replan(None)),
         "alone": told(lambda: DistributedDataParallel(Mlp(), plan=plan)),
+    }
+
+
+def told_plans() -> dict[str, Any]:
+    """What `model.plan` says of gathers: what is gathered now, however that came to be."""
+    plan = make_plan(Mlp(), 4)
+
+    def make(given: Any = None, **options: Any) -> tuple[Any, Any]:
+        model = DistributedDataParallel(Mlp(), **(options or {"tune": False}))
+        return model, ShardedOptimizer(model, optim.SGD, plan=given, lr=0.1)
+
+    model, optimizer = make()
+    again, _ = make(model.plan)
+    half, halves = make(gathering(plan, 0.5))
+    before = half.plan
+    half.replan(plan)  # which says nothing of gathers
+    copied = copy.deepcopy(half)
+    none, nothing = make(plan)
+    compiled = replace(
+        plan,
+        groups=tuple(tuple(f"_orig_mod.{name}" for name in group) for group in plan.groups),
+        gathers=tuple(tuple(f"_orig_mod.{name}" for name in group) for group in plan.groups),
+    )
+    mid: Any = DistributedDataParallel(Mlp())
+    plans = []
+    for _ in range(12):  # by then the tuner has begun
+        mid(torch.ones(4, 6)).sum().backward()
+        mid.zero_grad()
+        plans.append(mid.plan)
+    mid._handle.set_buckets(mid._handle.buckets_of(plan.groups))  # on trial
+    ShardedOptimizer(mid, optim.SGD, lr=0.1)
+    refused = DistributedDataParallel(Mlp(), tune=False)
+    wired = replace(plan, wire=("bfloat16",) * plan.num_groups)
+    names = set(plan.layer_names)
+    return {
+        "all": model.plan.gathers == optimizer.gathers and set().union(*optimizer.gathers) == names,
+        "again": again.plan.messages == model.plan.messages,
+        "half": before.gathers == gathering(plan, 0.5).gathers,
+        "mirrored": half.plan.gathers == halves.gathers == tuple(one[::-1] for one in before.gathers),
+        "copied": (copied.plan.groups, copied.plan.gathers) == (plan.groups, ()),
+        "none": (none.plan.gathers, nothing.gathers) == ((), ()),
+        "given": make(None, plan=plan)[0].plan.gathers == tuple(group[::-1] for group in plan.groups[::-1]),
+        "compiled": make(compiled)[0].plan.gathers == plan.groups,
+        "on trial": mid.plan.groups == plans[5].groups != plan.groups,
+        "wire": told(lambda: ShardedOptimizer(refused, optim.SGD, plan=wired, lr=0.1)),
+        "then": told(lambda: ShardedOptimizer(refused, optim.SGD, lr=0.1)),
+    }
+
+
+def viewed() -> dict[str, Any]:
+    """Buckets change while gradients, of which ranks have rows, would be views of them."""
+
+    def between(model: Any, optimizer: Any, step: int) -> None:
+        if isinstance(optimizer, ShardedOptimizer):
+            model.replan(replace(make_plan(model.module, step), gathers=make_plan(model.module, 8).groups))
+
+    def unused() -> nn.Module:
+        return Shared(unused=True)
+
+    views = {"gradient_as_bucket_view": True}
+    found = {
+        "replanned": beside_torchs(Way(ddp=views, between=between), steps=6),
+        "unused": beside_torchs(
+            Way(model=unused, ddp={**views, "find_unused_parameters": True}, between=between), steps=6
+        ),
+        "static graph": beside_torchs(Way(ddp={**views, "static_graph": True}, between=between), steps=6),
+    }
+    expected, _, _ = train(Way(ddp=views), sharded=False, steps=200)
+    got, _, (model, _) = train(Way(ddp=views), sharded=True, tune=True, steps=200)
+    return {**found, "tuned": difference(got, expected), "state": (model.tuning.state, model.tuning.reason)}
+
+
+def noted() -> dict[str, Any]:
+    """Pieces of forward passes before which somebody reads all parameters, and takes his time."""
+    model = DistributedDataParallel(Mlp(), tune=False)
+    optimizer = ShardedOptimizer(model, optim.SGD, plan=gathering(make_plan(Mlp(), 4), 1.0), lr=0.1)
+    handle: Any = model._handle
+    observer = model._observer = Observer(handle, clock_for(torch.device("cpu")))
+    observer.note(gathers=True)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+        sums(model.parameters())
+        time.sleep(0.05)
+    steps = observer.take()[1:]
+    observer.stop()
+    model._observer = None
+    return {
+        "gathers": [len(step.gathers) for step in steps],
+        "of": len(optimizer.gathers),
+        "beyond": max(sum(step.pieces_s) - step.forward_s for step in steps),
     }
 
 
@@ -541,6 +638,8 @@ def refused() -> dict[str, Any]:
     hooked = model()
     hooked.register_comm_hook(None, lambda _, bucket: bucket.buffer())
     some = model()
+    skips: Any = model()
+    skips.skip_all_reduce_unused_params = True  # an argument of newer torchs
     wide = nn.Linear(4, 4)
     wide.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
     cases = {
@@ -554,6 +653,7 @@ def refused() -> dict[str, Any]:
         "twice": lambda: ShardedOptimizer(twice, optim.SGD, lr=0.1),
         "wire": lambda: ShardedOptimizer(model(wire="bfloat16"), optim.SGD, lr=0.1),
         "hook": lambda: ShardedOptimizer(hooked, optim.SGD, lr=0.1),
+        "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
         "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
         "strides": lambda: ShardedOptimizer(model(wide), optim.SGD, lr=0.1),
     }
@@ -678,6 +778,9 @@ SCENARIOS = {
         modes,
         tuned,
         planned,
+        told_plans,
+        viewed,
+        noted,
         checkpointed,
         readers,
         delays,

@@ -25,6 +25,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         "modes",
         "tuned",
         "planned",
+        "told_plans",
+        "viewed",
+        "noted",
         "checkpointed",
         "readers",
         "delays",
@@ -122,6 +125,25 @@ def test_a_plan_says_how_gradients_and_parameters_travel_each_in_groups_of_their
         assert "without a ShardedOptimizer that has it as plan=" in found["alone"]
 
 
+def test_the_models_plan_says_what_is_gathered_and_makes_such_an_optimizer_again(two: list[Any]) -> None:
+    for found in (dict(told["told_plans"]) for told in two):
+        assert "the plan sends messages in bfloat16" in found.pop("wire")
+        assert found.pop("then") == ""  # nothing is left of an optimizer that could not be made
+        assert found == dict.fromkeys(found, True)
+
+
+def test_buckets_change_under_gradients_that_would_be_views_of_them(two: list[Any]) -> None:
+    for found in (dict(told["viewed"]) for told in two):
+        assert found.pop("state")[0] == "settled"
+        assert found == {"replanned": 0.0, "unused": 0.0, "static graph": 0.0, "tuned": 0.0}
+
+
+def test_what_is_noted_of_a_forward_pass_is_within_it_whoever_read_parameters_before(two: list[Any]) -> None:
+    for found in (told["noted"] for told in two):
+        assert found["gathers"] == [found["of"]] * 3
+        assert found["beyond"] < 1e-9
+
+
 def test_the_state_is_the_plain_optimizers_and_either_goes_on_with_the_others(two: list[Any]) -> None:
     for found in (told["states"][share] for told in two for share in ("all", "half")):
         assert found == {"groups": True, "wrong": [], "plain with ours": 0.0, "ours with plain": 0.0}
@@ -154,6 +176,7 @@ def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
         "twice": "rank 0: the model has a sharded optimizer already",
         "wire": "rank 0: wire='bfloat16' and a sharded optimizer each say how gradients travel",
         "hook": "rank 0: a communication hook says how gradients travel",
+        "skips": "rank 0: messages without a used gradient are skipped (skip_all_reduce_unused_params)",
         "sparse": "rank 0: gradients are sparse",
         "strides": "rank 0: the parameter weight has strides (8, 1), expected one that fills its memory",
     }

@@ -318,6 +318,22 @@ def test_runs_with_a_sharded_optimizer_end_bitwise_where_plain_ones_do_and_eithe
         assert equal(weights(train_to_end(second, tmp_path / name, resume=True).folder), plain), name
 
 
+def test_a_tuned_run_with_a_sharded_optimizer_goes_on_with_its_plan_and_a_plain_one_with_its_messages(
+    tmp_path: Path,
+) -> None:
+    config = replace(TINY, strategy="auto", schedule="step", epochs=16, shard_optimizer=True)
+    folder = tmp_path / "run"
+    plan = train_to_end(config, folder).plan  # a tuner has at most a quarter of the steps to compare, and has settled
+    assert plan is not None
+    assert sorted(name for group in plan.gathers for name in group) == sorted(plan.layer_names)
+    longer = train_to_end(replace(config, epochs=17), folder, resume=True).plan
+    assert longer is not None
+    assert longer.messages == plan.messages
+    plain = train_to_end(replace(config, epochs=18, shard_optimizer=False), folder, resume=True).plan
+    assert plain is not None
+    assert (plain.groups, plain.gathers) == (plan.groups, ())
+
+
 def test_a_sharded_optimizer_is_refused_where_something_else_says_how_gradients_travel() -> None:
     for options in (
         {"strategy": "auto", "wire": "bfloat16"},

@@ -168,8 +168,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def plan(self) -> MergePlan | None:
         """The messages of a step, as they are now: the plan in force, or torch's own buckets (planner ``ddp``).
 
-        None only where there are no buckets (``tuning`` says why).
+        With a `ShardedOptimizer` also its gathers. None only where there are no buckets (``tuning`` says why).
         """
+        plan, handle = self._messages, self._handle
+        gathers = () if handle is None else handle.groups_of(handle.groups_to_gather)
+        return plan if plan is None or plan.gathers == gathers else replace(plan, gathers=gathers, predicted={})
+
+    @property
+    def _messages(self) -> MergePlan | None:
+        """The plan in force, or torch's own buckets."""
         handle, plan = self._handle, self._plan
         if plan is not None and (
             handle is None or (handle.given, handle.wires) in ((None, ()), (handle.buckets_of(plan.groups), plan.wire))
@@ -278,7 +285,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Let a `ShardedOptimizer` have the gradients."""
         handle = self._handle = self._handle or ReducerHandle(self)
         was_working = self._self_tuning.tuner is not None
-        self._self_tuning.stop("a sharded optimizer was made")
+        self._self_tuning.stop("a sharded optimizer was made", restore=True)
         handle.shard_with(shards)
         self._shards = shards
         shards.guard(self.module)

@@ -58,7 +58,10 @@ def read_plan(plan: PlanLike, own: Parameters, wire: str | None, *, is_sharded: 
     """Read a plan and check that a model's gradients can be sent as it says."""
     loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
     if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
-        loaded = replace(loaded, groups=tuple(tuple(map(uncompiled, group)) for group in loaded.groups))
+        groups, gathers = (
+            tuple(tuple(map(uncompiled, group)) for group in some) for some in (loaded.groups, loaded.gathers)
+        )
+        loaded = replace(loaded, groups=groups, gathers=gathers)
     if not is_sharded:
         loaded.check_all_reduced("mgwfbp.DistributedDataParallel without a ShardedOptimizer that has it as plan=")
     check_wire(loaded.wire, wire)

@@ -201,10 +201,14 @@ class Observer:
         order = sorted(range(len(gathers)), key=lambda place: since(step.gathers[place].asked))
         pieces_s, end_s = [0.0] * len(gathers), forward_s
         for place in reversed(order):
-            pieces_s[place] = max(0.0, end_s - since(step.gathers[place].got))
-            end_s = since(step.gathers[place].asked)
+            # Who reads parameters between two steps (an average of the model) asks before the forward pass begins.
+            asked_s, got_s = (
+                max(0.0, since(moment)) for moment in (step.gathers[place].asked, step.gathers[place].got)
+            )
+            pieces_s[place] = max(0.0, end_s - got_s)
+            end_s = asked_s
         if order:
-            pieces_s[order[0]] += max(0.0, end_s)  # what comes before the first
+            pieces_s[order[0]] += end_s  # what comes before the first
         return tuple(gathers), tuple(pieces_s)
 
     def before_forward(self) -> None:

@@ -18,7 +18,7 @@ So there are two ways to give it others:
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -350,8 +350,12 @@ class ReducerHandle(Parameters):
 
     @property
     def groups_to_gather(self) -> Buckets:
-        """The groups in which parameters are gathered, in their order."""
-        return self.gathers if self.gathers is not None else [bucket[::-1] for bucket in self.buckets()[::-1]]
+        """The groups in which parameters are gathered, in their order; none where nothing is sharded."""
+        if self._shard_group is None:
+            return []
+        owned = self._shard_group.shards.owned
+        groups = self.gathers if self.gathers is not None else [bucket[::-1] for bucket in self.buckets()[::-1]]
+        return [group for group in groups if not owned[group[0]].is_whole]
 
     def observe_gathers(self, on_gather: OnGather | None, *, waits_first: bool = False) -> None:
         """Call ``on_gather`` with every gather from now on, or with None nothing; let forward passes wait for them."""
@@ -394,7 +398,7 @@ class ReducerHandle(Parameters):
         reducer._push_all_rebuilt_params()
         reducer._update_process_group(self._script)
         try:
-            with FreesFirst(self.parameters[0].device):
+            with FreesFirst(self.parameters[0].device), self._spread_aside():
                 has_rebuilt = reducer._rebuild_buckets()
         finally:
             self._script.answers = []
@@ -440,7 +444,7 @@ class ReducerHandle(Parameters):
         ddp.logger = None  # it keeps the old Reducer
         del ddp.reducer
         ddp._has_rebuilt_buckets = False
-        with _thawed(self.parameters), self._making_ours():
+        with _thawed(self.parameters), self._making_ours(), self._spread_aside():
             ddp._ddp_init_helper(self.parameters, self.sparse, self._debug_names, ddp.static_graph)
         self._shows_old = False
         self._restore()
@@ -449,6 +453,9 @@ class ReducerHandle(Parameters):
                 self.is_due = True
             else:
                 self._rebuild_in_place()
+
+    def _spread_aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._shard_group is None else self._shard_group.shards.gradients_aside()
 
     @contextmanager
     def _making_ours(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ be read too early is a parameter that somebody else holds, or a module in a plac
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -320,6 +321,19 @@ class Shards:
                 one.row.grad = part if part.numel() == one.row.numel() else part[: one.row.numel()]
                 one.parameter.grad = spread
 
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Let parameters have no gradient where they have rows of one: a Reducer moves gradients into new buckets."""
+        grads = [(one.parameter, one.parameter.grad) for one in self.owned]
+        spread = [(parameter, grad) for parameter, grad in grads if isinstance(grad, SpreadGradient)]
+        for parameter, _ in spread:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, grad in spread:
+                parameter.grad = grad
+
     @property
     def num_arrived(self) -> int:
         """How many messages of the reduction that is under way were sent."""
@@ -347,8 +361,6 @@ class Shards:
         self.finish_all()
         for places in groups:
             message = self._message_of(places)
-            if message.is_whole:
-                continue
             own = torch.cat(message.own)
             rows = own.new_empty(self._world, message.layout.length)
 

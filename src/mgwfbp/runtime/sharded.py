@@ -14,7 +14,7 @@ from mgwfbp.errors import ShardError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.kinds import check_kinds, kinds_of
+from mgwfbp.runtime.kinds import read_plan
 from mgwfbp.runtime.reducer import Buckets, Parameters, cannot_hold, missing
 from mgwfbp.runtime.rows import Owned, Shards, is_dense
 from mgwfbp.units import quote
@@ -118,12 +118,7 @@ class ShardedOptimizer(optim.Optimizer):
         """Return the plan that all ranks have, if any."""
 
         def prepare() -> MergePlan | None:
-            if plan is None:
-                return None
-            loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
-            own = self._own
-            check_kinds(loaded, kinds_of(own))
-            return loaded
+            return None if plan is None else read_plan(plan, self._own, None, is_sharded=True)
 
         with on_device(self._model.device):
             return agree_on_plan(prepare, self._model.process_group)
@@ -131,9 +126,7 @@ class ShardedOptimizer(optim.Optimizer):
     @property
     def gathers(self) -> tuple[tuple[str, ...], ...]:
         """The groups in which parameters are gathered, in the order in which they are."""
-        groups = self._own.groups_of(self._groups_to_gather)
-        shared = {one.name for one in self._owned.values() if one.is_whole}
-        return tuple(group for group in groups if group[0] not in shared)
+        return self._own.groups_of(self._groups_to_gather)
 
     @property
     def _groups_to_gather(self) -> Buckets:
@@ -214,15 +207,17 @@ class ShardedOptimizer(optim.Optimizer):
             The norm before.
         """
         self._shards.take_gradients()
-        grads = [one.row.grad for one in self._owned.values() if one.row.grad is not None]
         norm_type = float(norm_type)
         is_largest = norm_type == float("inf")
         group, device = self._model.process_group, next(iter(self._owned.values())).memory.device
         counts_all = dist.get_rank(group) == 0  # what every rank has is counted once
+        # What every rank has is scaled itself: its row's gradient may be a copy of it, and `step` makes another.
+        found = [(one, one.parameter.grad if one.is_whole else one.row.grad) for one in self._owned.values()]
+        grads = [grad for _, grad in found if grad is not None]
         norms = [
-            torch.linalg.vector_norm(one.row.grad, norm_type, dtype=torch.float64)
-            for one in self._owned.values()
-            if one.row.grad is not None and one.row.numel() and (counts_all or not one.is_whole)
+            torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+            for one, grad in found
+            if grad is not None and grad.numel() and (counts_all or not one.is_whole)
         ]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         if is_largest:
@@ -377,6 +372,8 @@ def _cannot_shard(model: DistributedDataParallel) -> str:
         return f"wire={model._wire!r} and a sharded optimizer each say how gradients travel: leave one out"
     if model._comm_hooks or model._builtin_hook is not None:
         return "a communication hook says how gradients travel, and so does a sharded optimizer: leave one out"
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        return "messages without a used gradient are skipped (skip_all_reduce_unused_params), and rows wait for all"
     if getattr(model, "mixed_precision", None) is not None:
         return "mixed_precision says itself what parameters and gradients are (autocast is fine)"
     return cannot_hold(model)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Wrapped:
     ddp: DistributedDataParallel
     trace: ModelTrace | None
     cost: Cost | None
+    plan_before: MergePlan | None = None  # of a run that goes on, with the gathers of its sharded optimizer
 
 
 def is_plan(strategy: str) -> bool:
@@ -134,7 +135,8 @@ def wrap(
     if plan_before is not None and (_is_planned(config) or is_tuned):
         plan = MergePlan.from_json(json.loads(plan_before))
         wire = next(filter(None, plan.wire), None)
-        return Wrapped(parallel(module, plan, wire=wire, **arguments), None, None)
+        ddp = parallel(module, replace(plan, gathers=()), wire=wire, **arguments)
+        return Wrapped(ddp, None, None, plan)
     if is_tuned:  # and torch's own buckets were the fastest
         return Wrapped(parallel(module, "ddp", **arguments), None, None)
     if is_plan(config.strategy):

@@ -138,6 +138,8 @@ def run_worker(
         was_tuned=is_tuned,
     )
     trainer = Trainer(config, wrapped.ddp, feed, outlet, vote=StopVote(why_stop, group), watch=watch, group=group)
+    if config.shard_optimizer and wrapped.plan_before is not None:
+        wrapped.ddp.replan(wrapped.plan_before)
     if checkpoint is not None:
         trainer.restore(checkpoint)
         restore_rng(dict(checkpoint.rng[rank]), device)
