@@ -299,6 +299,28 @@ def odd() -> dict[str, Any]:
     return found
 
 
+def ignored() -> dict[str, Any]:
+    """A block, and a parameter of another module, that FSDP2 leaves to each rank."""
+
+    def run(plan: FsdpPlan | None) -> tuple[list[float], list[Tensor], list[str]]:
+        torch.manual_seed(3)
+        model: Any = Blocks()
+        left = {*model.h[0].parameters(), model.head.bias}
+        if plan is None:
+            stock(model, ignored_params=left)
+        else:
+            mgwfbp.fully_shard(model, plan, ignored_params=left)
+        losses = train(Way(), model, optim.SGD(model.parameters(), lr=0.05))
+        return losses, whole(model), [name for name, one in model.named_parameters() if not hasattr(one, "to_local")]
+
+    expected = run(None)
+    found = [run(plan) for plan in PLANS[Blocks].values()]
+    return {
+        "differences": [difference(one[:2], expected[:2]) for one in found],
+        "left": sorted({name for one in found for name in one[2]}),
+    }
+
+
 def events_of(model: Any) -> list[str]:
     """What FSDP2 does in a step: gathers, passes and messages, each with its group."""
     x = torch.rand(5, 4)
@@ -418,7 +440,7 @@ def meshes() -> dict[str, Any]:
     return {**found, "parts": difference((train(way, model, optimizer), whole(model)), expected)}
 
 
-SCENARIOS = {one.__name__: one for one in (trained, mixed, odd, scheduled, saved, refused, meshes, without)}
+SCENARIOS = {one.__name__: one for one in (trained, mixed, odd, ignored, scheduled, saved, refused, meshes, without)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

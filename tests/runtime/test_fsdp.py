@@ -19,7 +19,7 @@ RANKS = "tests.runtime.fsdp_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    scenarios = ["trained", "odd", "scheduled", "saved", "refused", "without"]
+    scenarios = ["trained", "odd", "ignored", "scheduled", "saved", "refused", "without"]
     return run_ranks(RANKS, scenarios, tmp_path_factory.mktemp("two"), 2)
 
 
@@ -79,6 +79,13 @@ def test_what_cannot_be_wrapped_by_itself_stays_with_the_root_and_is_said_once(t
             assert found[name]["said"] == ([] if rank else lines)
             assert found[name]["wrapped"] == ["", *wrapped]
             assert found[name]["difference"] == 0.0, name
+
+
+def test_arguments_reach_torch_for_every_group_and_a_group_may_have_nothing_to_gather(two: list[Any]) -> None:
+    for found in (told["ignored"] for told in two):
+        assert found["differences"] == [0.0] * 6
+        parts = [f"h.0.{layer}.{kind}" for layer in ("narrow", "wide") for kind in ("bias", "weight")]
+        assert found["left"] == [*parts, "head.bias"]
 
 
 def test_groups_are_asked_for_as_early_as_the_plan_says_and_only_resharded_ones_again(two: list[Any]) -> None:
