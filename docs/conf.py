@@ -55,7 +55,7 @@ napoleon_use_rtype = False
 default_role = "py:obj"
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    ("py:.*", r"mgwfbp\.(simulate\.compute|runtime\.(learn|observe))\..*"),  # within, for those who read the code
+    ("py:.*", r"mgwfbp\.(simulate\.compute|runtime\.(fsdp|learn|observe))\..*"),  # within, for those who read the code
     ("py:.*", r"(torch|numpy|np|os|collections|pathlib|types|subprocess|argparse)\..*"),
 ]
 

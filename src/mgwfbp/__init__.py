@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TrainError,
     )
     from mgwfbp.fitting import Fit, fit
+    from mgwfbp.fsdp import FsdpPlan, fsdp_lower_bound_s, predict_fsdp
     from mgwfbp.measure.allreduce import measure_allreduce
     from mgwfbp.measure.backward import measure_backward
     from mgwfbp.network import Network, load_network
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from mgwfbp.run import TrainingRun
     from mgwfbp.runtime.distributed import DistributedDataParallel
     from mgwfbp.runtime.explain import explain
+    from mgwfbp.runtime.fsdp import fully_shard
     from mgwfbp.runtime.sharded import ShardedOptimizer
     from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
     from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
@@ -58,6 +60,7 @@ __all__ = [
     "FileError",
     "Fit",
     "FormatError",
+    "FsdpPlan",
     "IntegrationError",
     "LabError",
     "LayerTrace",
@@ -88,6 +91,8 @@ __all__ = [
     "explain",
     "find_plan",
     "fit",
+    "fsdp_lower_bound_s",
+    "fully_shard",
     "load_cost",
     "load_network",
     "load_trace",
@@ -95,6 +100,7 @@ __all__ = [
     "measure_allreduce",
     "measure_backward",
     "predict",
+    "predict_fsdp",
     "predict_naive",
     "predict_parameter_server",
     "recorded_traces",
@@ -108,6 +114,7 @@ _HOMES = {
     "cost": "Cost LinearCost PiecewiseCost load_cost",
     "errors": " ".join(name for name in __all__ if name.endswith("Error")),
     "fitting": "Fit fit",
+    "fsdp": "FsdpPlan fsdp_lower_bound_s predict_fsdp",
     "measure.allreduce": "measure_allreduce",
     "measure.backward": "measure_backward",
     "network": "Network load_network",
@@ -117,6 +124,7 @@ _HOMES = {
     "run": "TrainingRun",
     "runtime.distributed": "DistributedDataParallel",
     "runtime.explain": "explain",
+    "runtime.fsdp": "fully_shard",
     "runtime.sharded": "ShardedOptimizer",
     "simulate": "Cluster Scenario Simulation simulate_steps",
     "timeline": "Span Timeline lower_bound_s predict predict_naive predict_parameter_server",

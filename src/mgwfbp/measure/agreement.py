@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import MeasureError, MgwfbpError, PlanError
+from mgwfbp.fsdp import FsdpPlan
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import plural, quote
 
 __all__ = [
     "agree_on_cost",
+    "agree_on_fsdp_plan",
     "agree_on_plan",
     "agree_on_trace",
     "backend_name",
@@ -184,16 +186,7 @@ def agree_on_plan(
     ``tunes`` says whether this rank means to tune, which it cannot do alone, and ``wire`` in which precision its
     messages may travel.
     """
-    plan, problem, caught = None, "", None
-    try:
-        plan = prepare()
-    except Exception as error:  # whatever it is, the other ranks must be told
-        problem, caught = f"{type(error).__name__}: {first_line(error)}", error
-    failed = first_problem(problem, group)
-    if caught is not None:
-        raise caught
-    if failed is not None:
-        raise PlanError(f"rank {failed[0]} has no plan to run: {failed[1]}")
+    plan = _prepared(prepare, group)
     groups = json.dumps(None if plan is None else plan.groups)
     other = _first_difference(groups, group)
     if other is not None:
@@ -224,8 +217,53 @@ def agree_on_plan(
     return plan
 
 
-def describe_difference(first: Groups, second: Groups, other: int) -> str:
+def agree_on_fsdp_plan(prepare: Callable[[], FsdpPlan], group: Group = None) -> FsdpPlan:
+    """Prepare a plan for FSDP2 on every rank and compare, as `agree_on_plan` does."""
+    plan = _prepared(prepare, group)
+    groups = json.dumps(plan.groups)
+    other = _first_difference(groups, group)
+    if other is not None:
+        both: list[Groups] = [json.loads(broadcast_text(groups, rank, group)) for rank in (0, other)]
+        raise PlanError(describe_difference(both[0], both[1], other, ("group", "module")))
+    rest = json.dumps(
+        {
+            **{f"the resharding of group {index}": is_gone for index, is_gone in enumerate(plan.reshard)},
+            "forward_prefetch": plan.forward_prefetch,
+            "backward_prefetch": plan.backward_prefetch,
+        }
+    )
+    other = _first_difference(rest, group)
+    if other is not None:
+        first, second = (json.loads(broadcast_text(rest, rank, group)) for rank in (0, other))
+        name = next(name for name in first if first[name] != second[name])
+        raise PlanError(
+            f"the ranks have different plans: {name} is {first[name]} on rank 0 and {second[name]} on rank {other}; "
+            "give every rank the same plan"
+        )
+    return plan
+
+
+def _prepared(prepare: Callable[[], T], group: Group) -> T:
+    """Return this rank's plan; where a rank has none it raises what it met, and the others name the rank."""
+    plan, problem, caught = None, "", None
+    try:
+        plan = prepare()
+    except Exception as error:  # whatever it is, the other ranks must be told
+        problem, caught = f"{type(error).__name__}: {first_line(error)}", error
+    failed = first_problem(problem, group)
+    if caught is not None:
+        raise caught
+    if failed is not None:
+        raise PlanError(f"rank {failed[0]} has no plan to run: {failed[1]}")
+    return plan  # type: ignore[return-value]  # a T, since it did not raise
+
+
+def describe_difference(
+    first: Groups, second: Groups, other: int, words: tuple[str, str] = ("message", "gradient")
+) -> str:
     """Say in which message, and in which gradient of it, the plan of rank 0 and that of another rank first differ.
+
+    ``words`` says what a plan's groups, and the things in them, are called.
 
     >>> print(describe_difference([["b"], ["a"]], [["b", "a"]], 2))
     the ranks have different plans: message 0 holds 1 gradient on rank 0 and 2 on rank 2, and there 'a' comes after \
@@ -238,13 +276,16 @@ def describe_difference(first: Groups, second: Groups, other: int) -> str:
         index, mine, theirs = next(
             (index, mine, theirs) for index, (mine, theirs) in enumerate(zip_longest(first, second)) if mine != theirs
         )
-        difference = _describe_message(index, mine or [], theirs or [], other)
+        difference = _describe_message(index, mine or [], theirs or [], other, words)
     return f"the ranks have different plans: {difference}; give every rank the same plan"
 
 
-def _describe_message(index: int, mine: Sequence[str], theirs: Sequence[str], other: int) -> str:
+def _describe_message(
+    index: int, mine: Sequence[str], theirs: Sequence[str], other: int, words: tuple[str, str]
+) -> str:
     """Name the first gradient in which a message of rank 0 and of another rank differ; whole ones may look alike."""
-    counts = f"message {index} holds {plural(len(mine), 'gradient')} on rank 0 and {len(theirs)} on rank {other}"
+    group, thing = words
+    counts = f"{group} {index} holds {plural(len(mine), thing)} on rank 0 and {len(theirs)} on rank {other}"
     place = next(place for place, pair in enumerate(zip_longest(mine, theirs)) if pair[0] != pair[1])
     after = f" after {quote(mine[place - 1])}" if place else " first"
     if place >= len(mine):
