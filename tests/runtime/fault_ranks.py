@@ -19,7 +19,7 @@ from mgwfbp.runtime import distributed
 from mgwfbp.runtime import learn as learn_module
 from mgwfbp.runtime import tuner as tuner_module
 from mgwfbp.runtime.kinds import check_kinds
-from mgwfbp.runtime.learn import PackedSteps
+from mgwfbp.runtime.steps import PackedSteps
 from tests.runtime.launch import be_rank
 from tests.runtime.modes import norm_distance
 from tests.runtime.odd_ranks import Deep

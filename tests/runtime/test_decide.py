@@ -13,7 +13,7 @@ from mgwfbp.cost import WireCost, sharded_cost
 from mgwfbp.planners import plan_optimal, plan_wire
 from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, compare, t_quantile, two_sizes
-from mgwfbp.runtime.learn import AgreedSteps, Seen
+from mgwfbp.runtime.steps import AgreedSteps, Seen
 from mgwfbp.runtime.tuning import Candidate, Comparison
 from tests.runtime.worlds import World, random_world, tune_in
 

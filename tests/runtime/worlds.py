@@ -12,7 +12,7 @@ from functools import partial
 from mgwfbp import Cost, MergePlan, ModelTrace, Timeline, load_network, load_trace, predict, recorded_traces
 from mgwfbp.planners import plan_bucket, plan_optimal
 from mgwfbp.runtime.decide import BUCKET_MIB, Limits, Turn, Verdict, decide
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, Seen
+from mgwfbp.runtime.steps import AgreedSteps, Gradients, Seen
 
 NETWORKS = ("1gbe", "10gbe", "25gbe", "100gbe")
 

@@ -12,8 +12,9 @@ from statistics import fmean, median
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import Cost, PiecewiseCost, WireCost
-from mgwfbp.runtime.learn import AgreedSteps, Known, Note, Seen
+from mgwfbp.runtime.learn import Known
 from mgwfbp.runtime.observation import Observation
+from mgwfbp.runtime.steps import AgreedSteps, Note, Seen
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural

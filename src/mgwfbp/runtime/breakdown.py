@@ -12,9 +12,10 @@ from mgwfbp.planners import find_plan, planner_of
 from mgwfbp.report.explanation import OWN, PARTS, Choice, Explanation
 from mgwfbp.runtime.decide import BUCKET_MIB
 from mgwfbp.runtime.kinds import Kind, kinds_of, split_by_kind
-from mgwfbp.runtime.learn import Gradients, Known, Note, PackedSteps, Seen, timeline_of
+from mgwfbp.runtime.learn import Known, timeline_of
 from mgwfbp.runtime.observe import ObservedStep
 from mgwfbp.runtime.reducer import ReducerHandle
+from mgwfbp.runtime.steps import Gradients, Note, PackedSteps, Seen
 from mgwfbp.timeline import Timeline, lower_bound_s, predict
 
 __all__ = ["NotedMessages", "note_of", "parts_of_rank"]

@@ -40,7 +40,8 @@ from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import find_plan, plan_bucket, plan_optimal, plan_wire, planner_of
 from mgwfbp.planners.sharded import plan_gathers
 from mgwfbp.ranges import off_by, predict_range
-from mgwfbp.runtime.learn import AgreedSteps, Gradients, Known, Note, Seen
+from mgwfbp.runtime.learn import Known
+from mgwfbp.runtime.steps import AgreedSteps, Gradients, Note, Seen
 from mgwfbp.runtime.tuning import Candidate, Comparison, Gathering
 from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace

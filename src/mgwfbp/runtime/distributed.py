@@ -19,12 +19,12 @@ from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.plan import WIRES, MergePlan
 from mgwfbp.runtime.compile_private import follow_plans, runs_graphs, warn_of_old_cuts
 from mgwfbp.runtime.kinds import PlanLike, read_plan
-from mgwfbp.runtime.learn import Note
 from mgwfbp.runtime.observation import Observation, observing
 from mgwfbp.runtime.observe import Observer
 from mgwfbp.runtime.reducer import Parameters, ReducerHandle, cannot_hold, missing
 from mgwfbp.runtime.rows import Shards
 from mgwfbp.runtime.self_tuning import SelfTuning
+from mgwfbp.runtime.steps import Note
 from mgwfbp.runtime.strides import StrideWatch
 from mgwfbp.runtime.tuning import Tuning
 from mgwfbp.runtime.user_line import call_from_user_line, warn_user

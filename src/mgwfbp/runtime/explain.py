@@ -37,9 +37,9 @@ from mgwfbp.report.explanation_page import build_explanation_page
 from mgwfbp.runtime.breakdown import NotedMessages, note_of, parts_of_rank
 from mgwfbp.runtime.distributed import IN_JOIN
 from mgwfbp.runtime.distributed import DistributedDataParallel as OurDistributedDataParallel
-from mgwfbp.runtime.learn import Gradients, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import ReducerHandle, cannot_hold, missing, when_backward_has_ended
+from mgwfbp.runtime.steps import Gradients, Seen
 from mgwfbp.units import plural, quote
 
 __all__ = ["Explaining", "explain"]

@@ -11,9 +11,10 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import agree_on_trace
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
-from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen, sends, timeline_of, trace_of, without_lags
+from mgwfbp.runtime.learn import timeline_of, trace_of, without_lags
 from mgwfbp.runtime.observe import ObservedStep, Observer
 from mgwfbp.runtime.reducer import ReducerHandle, cannot_hold, missing
+from mgwfbp.runtime.steps import Gradients, Note, PackedSteps, Seen, sends
 from mgwfbp.timeline import Timeline, predict
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural

@@ -31,9 +31,9 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.decide import Limits, Turn, Verdict, decide
 from mgwfbp.runtime.fitness import unfit_for_tuning
 from mgwfbp.runtime.kinds import Kind, check_kinds, kinds_of, split_by_kind
-from mgwfbp.runtime.learn import Gradients, Note, PackedSteps, Seen
 from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
 from mgwfbp.runtime.reducer import Buckets, ReducerHandle
+from mgwfbp.runtime.steps import Gradients, Note, PackedSteps, Seen
 from mgwfbp.runtime.tuning import Candidate, Comparison, Gathering, Tuning
 from mgwfbp.runtime.wire import check_wire
 from mgwfbp.trace import ModelTrace
