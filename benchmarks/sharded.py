@@ -28,7 +28,7 @@ from mgwfbp import DistributedDataParallel, ShardedOptimizer, load_trace, predic
 from mgwfbp.bench.replay import Replay, replayable
 from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cli.workers import process_group
-from mgwfbp.cost import ShardedCost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.measure.workload import Workload, build_workload, default_loss, run_to_loss
 from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.timeline import sharded_lower_bound_s

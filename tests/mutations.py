@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from mgwfbp import LinearCost, Network, PiecewiseCost, predict
 from mgwfbp.cli import run
-from mgwfbp.cost import ShardedCost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.planners import find_sharded_plan
 from tests.report.records import TRACE, write_all
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost, load_network, load_trace
 from mgwfbp.cli import app
-from mgwfbp.cost import ShardedCost, WireCost
+from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.fsdp import FsdpPlan
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
 from mgwfbp.planners.fsdp import plan_fsdp

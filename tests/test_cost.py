@@ -9,18 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import CostError, FormatError, LinearCost, PiecewiseCost, fit
-from mgwfbp.cost import (
-    Cost,
+from mgwfbp.cost import Cost, cost_from_json, taken_by
+from mgwfbp.costs import (
     ShardedCost,
     WireCost,
     cheapest_s,
-    cost_from_json,
     cost_with_halves,
     full_precision_cost,
     halved,
     low_precision_cost,
     sharded_cost,
-    taken_by,
 )
 from tests.examples import (
     TableCost,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, PiecewiseCost, PlanError, load_network, load_trace
-from mgwfbp.cost import Cost, sharded_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import sharded_cost
 from mgwfbp.fsdp import FsdpPlan, fsdp_lower_bound_s, predict_fsdp, units_of, units_of_names
 from mgwfbp.planners.fsdp import EXHAUSTED, PREFETCHES, plan_fsdp
 

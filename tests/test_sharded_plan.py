@@ -19,7 +19,7 @@ from mgwfbp import (
     load_trace,
     predict,
 )
-from mgwfbp.cost import ShardedCost, sharded_cost
+from mgwfbp.costs import ShardedCost, sharded_cost
 from mgwfbp.planners import find_plan, find_sharded_plan, plan_optimal, plan_sharded, sharded
 from mgwfbp.planners.slack import TIE
 from mgwfbp.ranges import predict_range

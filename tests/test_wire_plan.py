@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgwfbp import Cost, LinearCost, MergePlan, ModelTrace, PiecewiseCost, PlanError, load_network, load_trace, predict
-from mgwfbp.cost import WireCost, cheaper_cost, low_precision_cost
+from mgwfbp.costs import WireCost, cheaper_cost, low_precision_cost
 from mgwfbp.planners import PLANNERS, find_plan, find_wire_plan, plan_optimal, plan_wire, wire
 from mgwfbp.planners.slack import TIE
 from mgwfbp.ranges import predict_range

@@ -1,9 +1,9 @@
-"""What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`, `WireCost` of both precisions, `ShardedCost`."""
+"""What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`."""
 
 import os
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
 
@@ -13,22 +13,11 @@ from mgwfbp.record import Fields, Record, check_count, check_free_form, check_it
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
 __all__ = [
-    "CheaperCost",
     "Cost",
     "LinearCost",
     "PiecewiseCost",
-    "ShardedCost",
-    "WireCost",
-    "cheaper_cost",
-    "cheapest_s",
     "cost_from_json",
-    "cost_with_halves",
-    "full_precision_cost",
-    "halved",
     "load_cost",
-    "low_precision_cost",
-    "sharded_cost",
-    "sharded_of",
     "taken_by",
 ]
 
@@ -205,261 +194,6 @@ def _check_point(index: int, point: object) -> tuple[int, float]:
     return size, check_real(point[1], f"points[{index}][1], seconds,", CostError)
 
 
-def _check_parts(cost: object, first: str, *others: str) -> None:
-    """Raise unless all parts of a cost are costs of as many workers."""
-    for name in (first, *others):
-        part, workers = getattr(cost, name), getattr(getattr(cost, first), "workers", None)
-        if not isinstance(part, LinearCost | PiecewiseCost):
-            raise CostError(f"{name} is {quote(part)}, expected a linear or a piecewise cost")
-        if part.workers != workers:
-            raise CostError(f"{name} is of {plural(part.workers, 'worker')}, {first} of {workers}")
-
-
-@dataclass(frozen=True, slots=True)
-class WireCost:
-    """What a message costs as its gradients are, and what it costs in a lower precision.
-
-    It is the former's cost; ``low`` is that of a message of so many bytes of *gradients* in the latter, conversions
-    included. What a message takes from the computation is the former's for both.
-
-    >>> cost = WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 1.5, 0.25))
-    >>> cost(10), cost.low(10)
-    (6.0, 4.0)
-    """
-
-    full: LinearCost | PiecewiseCost
-    low: LinearCost | PiecewiseCost
-
-    def __post_init__(self) -> None:
-        _check_parts(self, "full", "low")
-
-    def __call__(self, num_bytes: int, /) -> float:
-        """Return the seconds an all-reduce of ``num_bytes`` takes as they are."""
-        return self.full(num_bytes)
-
-    @property
-    def workers(self) -> int:
-        """How many workers take part."""
-        return self.full.workers
-
-    @property
-    def source(self) -> Mapping[str, Any]:
-        """Where the cost of messages as they are is from."""
-        return self.full.source
-
-    @property
-    def taken_s(self) -> float:
-        """What a message takes from the computation, whatever its size."""
-        return self.full.taken_s
-
-    @property
-    def taken_per_byte_s(self) -> float:
-        """And for each of its bytes."""
-        return self.full.taken_per_byte_s
-
-
-def halved(cost: Cost) -> Cost:
-    """Return what messages of half the bytes cost, by the bytes that they stand for; converting costs nothing.
-
-    >>> halved(LinearCost(2, 1.0, 0.5))(10)
-    3.5
-    >>> halved(PiecewiseCost(2, ((0, 1.0), (10, 2.0))))(20)
-    2.0
-    """
-    if isinstance(cost, LinearCost):
-        return replace(cost, per_byte_s=cost.per_byte_s / 2)
-    if isinstance(cost, PiecewiseCost):
-        return replace(cost, points=tuple((2 * size, time_s) for size, time_s in cost.points))
-    return _Part(cost, of_bytes=2)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Any other cost, of a part of the bytes, or a part of its time."""
-
-    cost: Cost
-    of_bytes: int = 1  # one in so many
-    of_time: float = 1.0
-
-    @property
-    def workers(self) -> int:
-        return self.cost.workers
-
-    @property
-    def taken_s(self) -> float:
-        return taken_by(self.cost, 0)
-
-    @property
-    def taken_per_byte_s(self) -> float:
-        return float(self.of_time * getattr(self.cost, "taken_per_byte_s", 0.0))
-
-    def __call__(self, num_bytes: int, /) -> float:
-        return self.of_time * self.cost(num_bytes // self.of_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedCost(Record):
-    """What an all-reduce costs, and what its two halves cost where each is a message: reduce-scatter and all-gather.
-
-    It is the all-reduce's cost, and so is its file: a ``cost.json`` of the all-reduce that holds those of its halves
-    besides. Whoever needs no halves reads it with `load_cost`.
-
-    >>> cost = ShardedCost(LinearCost(2, 2.0, 0.5), LinearCost(2, 1.5, 0.25), LinearCost(2, 1.0, 0.25))
-    >>> cost(10), cost.reduce_scatter(10), cost.all_gather(10)
-    (7.0, 4.0, 3.5)
-    """
-
-    FORMAT: ClassVar[str] = "mgwfbp.cost/1"
-
-    all_reduce: LinearCost | PiecewiseCost
-    reduce_scatter: LinearCost | PiecewiseCost  # by the bytes of the gradients that all ranks hold before it
-    all_gather: LinearCost | PiecewiseCost  # by the bytes of the parameters that all ranks hold after it
-
-    def __post_init__(self) -> None:
-        _check_parts(self, "all_reduce", "reduce_scatter", "all_gather")
-
-    def __call__(self, num_bytes: int, /) -> float:
-        """Return the seconds an all-reduce of ``num_bytes`` takes."""
-        return self.all_reduce(num_bytes)
-
-    @property
-    def workers(self) -> int:
-        """How many workers take part."""
-        return self.all_reduce.workers
-
-    @property
-    def source(self) -> Mapping[str, Any]:
-        """Where the cost of all-reduces is from."""
-        return self.all_reduce.source
-
-    @property
-    def taken_s(self) -> float:
-        """What an all-reduce takes from the computation, whatever its size."""
-        return self.all_reduce.taken_s
-
-    @property
-    def taken_per_byte_s(self) -> float:
-        """And for each of its bytes."""
-        return self.all_reduce.taken_per_byte_s
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of ``cost.json``."""
-        return {
-            **self.all_reduce.to_json(),
-            "reduce_scatter": self.reduce_scatter.to_json(),
-            "all_gather": self.all_gather.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> Self:
-        """Make a cost from the content of ``cost.json``."""
-        all_reduce, fields = cost_from_json(data), Fields(data)
-        return cls(all_reduce, _half(fields, "reduce_scatter"), _half(fields, "all_gather"))
-
-
-def _half(fields: Fields, name: str) -> LinearCost | PiecewiseCost:
-    fields.child(name)  # an object, or an error
-    try:
-        return cost_from_json(fields[name])
-    except (FormatError, CostError) as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
-def sharded_of(reduce_scatter: PiecewiseCost, all_gather: PiecewiseCost) -> ShardedCost:
-    """Return the cost of the two halves, and of an all-reduce that takes as long as both together.
-
-    >>> half = PiecewiseCost(2, ((1, 1.0), (9, 2.0)), taken_s=0.5)
-    >>> sharded_of(half, half)(9), sharded_of(half, half).taken_s
-    (4.0, 0.5)
-    """
-    sizes = sorted({size for cost in (reduce_scatter, all_gather) for size, _ in cost.points})
-    points = tuple((size, reduce_scatter(size) + all_gather(size)) for size in sizes)
-    taken_per_byte_s = reduce_scatter.taken_per_byte_s + all_gather.taken_per_byte_s
-    both = replace(reduce_scatter, points=points, taken_per_byte_s=taken_per_byte_s)
-    return ShardedCost(both, reduce_scatter, all_gather)
-
-
-def sharded_cost(cost: Cost) -> tuple[Cost, Cost]:
-    """Return what a reduce-scatter and what an all-gather cost: as was measured, or else half an all-reduce each.
-
-    A ring all-reduce is a ring reduce-scatter and a ring all-gather, of as many rounds and bytes, so that for a ring
-    half is exact (but for the additions). Other algorithms may have a cheaper all-reduce than the two together.
-
-    Of what an all-reduce takes from the computation, h + g M, each half takes all of h, since it is started like any
-    message, and half of g, since the two copy together what one all-reduce copies.
-
-    >>> sharded_cost(LinearCost(2, 2.0, 0.5, taken_s=1.0, taken_per_byte_s=0.5))[0]
-    LinearCost(2 workers: 1 s + 2.5e+08 ns/B, taking 1 s + 2.5e+08 ns/B from the computation)
-    """
-    if isinstance(cost, ShardedCost):
-        return cost.reduce_scatter, cost.all_gather
-    cost = full_precision_cost(cost)
-    half: Cost
-    if isinstance(cost, LinearCost):
-        startup_s, per_byte_s, taken_s = (0.5 * x for x in (cost.startup_s, cost.per_byte_s, cost.taken_per_byte_s))
-        half = replace(cost, startup_s=startup_s, per_byte_s=per_byte_s, taken_per_byte_s=taken_s)
-    elif isinstance(cost, PiecewiseCost):
-        points = tuple((size, 0.5 * time_s) for size, time_s in cost.points)
-        half = replace(cost, points=points, taken_per_byte_s=0.5 * cost.taken_per_byte_s)
-    else:
-        half = _Part(cost, of_time=0.5)
-    return half, half
-
-
-def low_precision_cost(cost: Cost) -> Cost:
-    """Return what messages in low precision cost: as was measured, or else half the bytes."""
-    return cost.low if isinstance(cost, WireCost) else halved(full_precision_cost(cost))
-
-
-def full_precision_cost(cost: Cost) -> Cost:
-    """Return what all-reduced messages cost as their gradients are."""
-    if isinstance(cost, ShardedCost):
-        return cost.all_reduce
-    return cost.full if isinstance(cost, WireCost) else cost
-
-
-@dataclass(frozen=True, slots=True)
-class CheaperCost:
-    """What a message costs in whichever precision is cheaper for its size; it takes what the former takes."""
-
-    full: Cost
-    low: Cost
-
-    def __call__(self, num_bytes: int, /) -> float:
-        """Return the seconds an all-reduce of ``num_bytes`` takes at least."""
-        return min(self.full(num_bytes), self.low(num_bytes))
-
-    @property
-    def workers(self) -> int:
-        """How many workers take part."""
-        return self.full.workers
-
-    @property
-    def taken_s(self) -> float:
-        """What a message takes from the computation, whatever its size."""
-        return float(getattr(self.full, "taken_s", 0.0))
-
-    @property
-    def taken_per_byte_s(self) -> float:
-        """And for each of its bytes."""
-        return float(getattr(self.full, "taken_per_byte_s", 0.0))
-
-
-def cheaper_cost(cost: Cost) -> Cost:
-    """Return what messages cost that travel in the cheaper precision for their size.
-
-    >>> cheaper_cost(WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 2.0, 0.25)))(2)
-    2.0
-    """
-    full, low = full_precision_cost(cost), low_precision_cost(cost)
-    if isinstance(full, LinearCost) and isinstance(low, LinearCost):
-        if low.startup_s <= full.startup_s and low.per_byte_s <= full.per_byte_s:
-            return replace(low, taken_s=full.taken_s, taken_per_byte_s=full.taken_per_byte_s)
-        if full.startup_s <= low.startup_s and full.per_byte_s <= low.per_byte_s:
-            return full
-    return CheaperCost(full, low)
-
-
 def _cost_fields(data: object, kind: str) -> Fields:
     fields = Fields(data)
     fields.check_format(LinearCost.FORMAT)
@@ -501,14 +235,6 @@ def cost_from_json(data: object) -> LinearCost | PiecewiseCost:
             raise FormatError(f"kind: expected 'linear' or 'piecewise', found {quote(kind)}")
 
 
-def cost_with_halves(data: object) -> LinearCost | PiecewiseCost | ShardedCost:
-    """Make a cost from the content of ``cost.json``, with those of its halves where it has one."""
-    fields = Fields(data)
-    if "reduce_scatter" in fields or "all_gather" in fields:
-        return ShardedCost.from_json(data)
-    return cost_from_json(data)
-
-
 def taken_by(cost: Cost, num_bytes: int) -> float:
     r"""Return how much later all later gradients are ready because of a message of M bytes.
 
@@ -521,29 +247,3 @@ def taken_by(cost: Cost, num_bytes: int) -> float:
     5.25
     """
     return float(getattr(cost, "taken_s", 0.0) + getattr(cost, "taken_per_byte_s", 0.0) * num_bytes)
-
-
-def cheapest_s(cost: Cost, num_bytes: int) -> float:
-    r"""Return a time below which ``num_bytes`` cannot be sent, however they are split into messages.
-
-    A message of m of the M bytes takes at least its share at the best rate there is,
-
-    .. math:: T(m) \ge m \min_{0 < x \le M} T(x) / x
-
-    and these shares add up to M times that rate. On a straight line T(x)/x is monotone, so the minimum is at a
-    point of the curve or at M itself. For ``a + b M`` this is T(M): one message is the cheapest way.
-
-    >>> cheapest_s(PiecewiseCost(2, ((0, 1.0), (10, 2.0), (20, 22.0))), 20)
-    4.0
-    """
-    cost = full_precision_cost(cost)
-    if num_bytes == 0 or isinstance(cost, LinearCost):
-        return cost(num_bytes)
-    if isinstance(cost, _Part) and cost.of_bytes == 1:
-        return cost.of_time * cheapest_s(cost.cost, num_bytes)
-    if isinstance(cost, CheaperCost):
-        return min(cheapest_s(cost.full, num_bytes), cheapest_s(cost.low, num_bytes))
-    if isinstance(cost, PiecewiseCost):
-        sizes = [size for size, _ in cost.points if 0 < size < num_bytes]
-        return min(cost(size) * num_bytes / size for size in [*sizes, num_bytes])
-    return cost(0)  # of any other function only this is known: it does not fall

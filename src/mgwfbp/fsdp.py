@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Self
 
-from mgwfbp.cost import Cost, cheapest_s, sharded_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import cheapest_s, sharded_cost
 from mgwfbp.errors import PlanError
 from mgwfbp.record import (
     Fields,

@@ -11,16 +11,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeGuard
 
-from mgwfbp.cost import (
-    Cost,
-    LinearCost,
-    PiecewiseCost,
-    ShardedCost,
-    WireCost,
-    full_precision_cost,
-    low_precision_cost,
-    sharded_cost,
-)
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.costs import ShardedCost, WireCost, full_precision_cost, low_precision_cost, sharded_cost
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import LARGEST, LARGEST_COUNT
 from mgwfbp.timeline import predict

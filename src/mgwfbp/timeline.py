@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
-from mgwfbp.cost import Cost, cheapest_s, low_precision_cost, sharded_cost, taken_by
+from mgwfbp.cost import Cost, taken_by
+from mgwfbp.costs import cheapest_s, low_precision_cost, sharded_cost
 from mgwfbp.errors import CostError, FormatError, TimelineError
 from mgwfbp.network import Network
 from mgwfbp.plan import WIRES, MergePlan

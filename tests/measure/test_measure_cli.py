@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mgwfbp import MergePlan, ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import run
-from mgwfbp.cost import ShardedCost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.planners import find_sharded_plan
 from tests.commands import ENVIRONMENT, LAUNCHER, mgwfbp
 from tests.measure.models import factory

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mgwfbp import ModelTrace, PiecewiseCost
-from mgwfbp.cost import ShardedCost
+from mgwfbp.costs import ShardedCost
 from tests.forking import run_module
 
 Results = list[dict[str, Any] | None]

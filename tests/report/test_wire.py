@@ -10,7 +10,7 @@ import pytest
 
 from mgwfbp import PLANNERS, BenchResult, LinearCost, MergePlan, Timeline, find_plan, load_network, predict
 from mgwfbp.cli import run
-from mgwfbp.cost import WireCost, halved
+from mgwfbp.costs import WireCost, halved
 from mgwfbp.planners import find_wire_plan, plan_wire
 from mgwfbp.report import Inputs, draw_case, find_cases, load_inputs, step_rows, summarize, timelines_of, to_perfetto
 from mgwfbp.report.inputs import KnownCost

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, MergePlan, load_network, load_trace, predict
-from mgwfbp.cost import WireCost, sharded_cost
+from mgwfbp.costs import WireCost, sharded_cost
 from mgwfbp.planners import plan_optimal, plan_wire
 from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.runtime.decide import BUCKET_MIB, FAR, Limits, compare, t_quantile, two_sizes

@@ -12,7 +12,7 @@ import pytest
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network
 from mgwfbp.cli import progress, run
-from mgwfbp.cost import WireCost
+from mgwfbp.costs import WireCost
 from mgwfbp.planners import PLANNERS, find_sharded_plan, find_wire_plan
 from mgwfbp.timeline import lower_bound_s, sharded_lower_bound_s
 

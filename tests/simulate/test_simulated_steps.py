@@ -25,7 +25,8 @@ from mgwfbp import (
     predict_parameter_server,
     simulate_steps,
 )
-from mgwfbp.cost import ShardedCost, WireCost, low_precision_cost, taken_by
+from mgwfbp.cost import taken_by
+from mgwfbp.costs import ShardedCost, WireCost, low_precision_cost
 from mgwfbp.errors import PlanError
 from mgwfbp.planners import find_sharded_plan, find_wire_plan
 from mgwfbp.simulate.sweep import BASELINES

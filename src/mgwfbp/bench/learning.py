@@ -11,7 +11,8 @@ from statistics import fmean, median
 
 from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
-from mgwfbp.cost import Cost, PiecewiseCost, WireCost
+from mgwfbp.cost import Cost, PiecewiseCost
+from mgwfbp.costs import WireCost
 from mgwfbp.runtime.learn import Known
 from mgwfbp.runtime.observation import Observation
 from mgwfbp.runtime.steps import AgreedSteps, Note, Seen

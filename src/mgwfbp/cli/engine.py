@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 import typer
 
 from mgwfbp.cli.output import talk
-from mgwfbp.cost import Cost, ShardedCost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 

@@ -25,7 +25,8 @@ from mgwfbp.cli.workloads import (
     choose,
     device_of,
 )
-from mgwfbp.cost import LinearCost, PiecewiseCost, ShardedCost
+from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import plural

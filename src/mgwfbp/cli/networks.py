@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from mgwfbp.cost import LinearCost, PiecewiseCost, ShardedCost, cost_with_halves, full_precision_cost
+from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.costs import ShardedCost, cost_with_halves, full_precision_cost
 from mgwfbp.files import naming, read_json
 from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
 from mgwfbp.simulate import Cluster, CostSource, MeasuredCluster

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 import typer
 
 from mgwfbp.cli.output import talk
-from mgwfbp.cost import LinearCost, PiecewiseCost, WireCost, load_cost
+from mgwfbp.cost import LinearCost, PiecewiseCost, load_cost
+from mgwfbp.costs import WireCost
 from mgwfbp.units import plural
 
 __all__ = ["Wire", "WireCostFile", "read_low_cost", "talk_of_low_cost", "with_low_cost"]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgwfbp.cost import PiecewiseCost, ShardedCost
+from mgwfbp.cost import PiecewiseCost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.errors import MeasureError
 from mgwfbp.fitting import fit
 from mgwfbp.measure.agreement import backend_name, first_line, gather, together

@@ -9,7 +9,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mgwfbp.cost import Cost, cheaper_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import cheaper_cost
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.fixed import plan_bucket, plan_single, plan_wfbp

@@ -35,7 +35,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import CheaperCost, Cost, LinearCost, PiecewiseCost, taken_by
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, taken_by
+from mgwfbp.costs import CheaperCost
 from mgwfbp.planners.slack import ROUNDING, SLOWER, TIE, Floats, check_end, trace_cuts, vectorized, with_slack
 
 __all__ = ["counted_cuts"]

@@ -23,7 +23,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, LinearCost, full_precision_cost, taken_by
+from mgwfbp.cost import Cost, LinearCost, taken_by
+from mgwfbp.costs import full_precision_cost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.counted import counted_cuts
 from mgwfbp.planners.slack import ROUNDING, SLOWER, TIE, Floats, Times, check_end, trace_cuts, vectorized, with_slack

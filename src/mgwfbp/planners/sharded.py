@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, cheapest_s, full_precision_cost, sharded_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import cheapest_s, full_precision_cost, sharded_cost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.slack import TIE, Floats, vectorized

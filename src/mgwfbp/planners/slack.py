@@ -26,7 +26,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import CheaperCost, Cost, LinearCost, PiecewiseCost, full_precision_cost
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.costs import CheaperCost, full_precision_cost
 from mgwfbp.errors import CostError
 from mgwfbp.record import check_real
 

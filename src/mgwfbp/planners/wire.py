@@ -43,7 +43,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, cheaper_cost, full_precision_cost, low_precision_cost, taken_by
+from mgwfbp.cost import Cost, taken_by
+from mgwfbp.costs import cheaper_cost, full_precision_cost, low_precision_cost
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import SHORT_WIRES, WIRES, MergePlan
 from mgwfbp.planners.optimal import plan_optimal

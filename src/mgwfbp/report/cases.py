@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mgwfbp.cost import WireCost
+from mgwfbp.costs import WireCost
 from mgwfbp.network import Network
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.ranges import predict_range

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mgwfbp.cost import Cost, PiecewiseCost, WireCost
+from mgwfbp.cost import Cost, PiecewiseCost
+from mgwfbp.costs import WireCost
 from mgwfbp.errors import MgwfbpError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner

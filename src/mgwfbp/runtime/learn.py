@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mgwfbp.cost import Cost, PiecewiseCost, ShardedCost, WireCost, halved, sharded_of
+from mgwfbp.cost import Cost, PiecewiseCost
+from mgwfbp.costs import ShardedCost, WireCost, halved, sharded_of
 from mgwfbp.fitting import SHORTEST_S, fit_quality, nearest_line, never_falling
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.observe import ObservedStep

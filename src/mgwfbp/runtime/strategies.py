@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from mgwfbp.cost import Cost, LinearCost, low_precision_cost
+from mgwfbp.cost import Cost, LinearCost
+from mgwfbp.costs import low_precision_cost
 from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import Planner, find_plan, plan_wfbp, plan_wire, planner_of

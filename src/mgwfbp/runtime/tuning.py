@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mgwfbp.cost import Cost, PiecewiseCost, WireCost, sharded_of, taken_by
+from mgwfbp.cost import Cost, PiecewiseCost, taken_by
+from mgwfbp.costs import WireCost, sharded_of
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_range, format_seconds, plural

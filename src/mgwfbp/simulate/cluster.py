@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, WireCost
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.costs import WireCost
 from mgwfbp.errors import SimulationError
 from mgwfbp.network import Network
 from mgwfbp.record import check_count, check_text

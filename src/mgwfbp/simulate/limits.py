@@ -5,7 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from mgwfbp.cost import Cost, sharded_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import sharded_cost
 from mgwfbp.plan import MergePlan
 from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.forward import GatheredForward

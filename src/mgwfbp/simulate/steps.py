@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import Cost, low_precision_cost, sharded_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import low_precision_cost, sharded_cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_real

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mgwfbp.cost import Cost, cheaper_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import cheaper_cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_count, check_real

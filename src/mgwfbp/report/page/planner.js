@@ -52,7 +52,7 @@ function scaledCost(cost, workers, startupTimes, perByteTimes) {
   return { ...makeCurve(workers, points), taken_s, taken_per_byte_s };
 }
 
-// mgwfbp.cost.halved: what messages of half the bytes cost, by the bytes that they stand for
+// mgwfbp.costs.halved: what messages of half the bytes cost, by the bytes that they stand for
 function halvedCost(cost) {
   if (!cost.sizes) return { ...cost, per_byte_s: cost.per_byte_s / 2 };
   const points = Array.from(cost.sizes, (size, place) => [2 * size, cost.times[place]]);
@@ -474,7 +474,7 @@ function predictStep(model, cost, sizes) {
 }
 
 // The same of a plan with gathers, {groups, gathers, sharded}, whose groups are places of gradients; it is not planned
-// here. A half of an all-reduce costs half of it, and takes all of a message's launch: mgwfbp.cost.sharded_cost.
+// here. A half of an all-reduce costs half of it, and takes all of a message's launch: mgwfbp.costs.sharded_cost.
 function predictSharded(model, cost, plan) {
   const bytesOf = (group) => group.reduce((sum, layer) => sum + model.grad_bytes[layer], 0);
   const half = (bytes) => 0.5 * messageTime(cost, bytes);
