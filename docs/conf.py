@@ -55,8 +55,11 @@ napoleon_use_rtype = False
 default_role = "py:obj"
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    ("py:.*", r"mgwfbp\.(simulate\.compute|runtime\.(fsdp|learn|observe))\..*"),  # within, for those who read the code
-    ("py:.*", r"(torch|numpy|np|os|collections|pathlib|types|subprocess|argparse)\..*"),
+    (
+        "py:.*",
+        r"mgwfbp\.(simulate\.compute|runtime\.(fsdp|learn|observe|steps))\..*",
+    ),  # within, for those who read the code
+    ("py:.*", r"(torch|numpy|np|os|collections|contextlib|pathlib|types|subprocess|argparse)\..*"),
 ]
 
 # name with its module -> the name under which people import it

@@ -61,9 +61,9 @@ def four(two: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_after_30_steps_parameters_are_bitwise_those_of_the_plain_optimizer_at_2_ranks(two: list[Any]) -> None:
     for found in two:
-        assert len(found["optimizers"]) == 16
         # Torch's fused kernel for CPUs rounds what is left at the end of a tensor otherwise than what goes before it.
-        assert found["optimizers"].pop("AdamW fused") < 1e-4
+        assert found["optimizers"].pop("AdamW fused", 0.0) < 1e-4  # torch 2.3 has none
+        assert len(found["optimizers"]) == 15
         assert found["optimizers"] == dict.fromkeys(found["optimizers"], 0.0)
 
 

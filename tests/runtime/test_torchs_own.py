@@ -34,6 +34,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SOME)
 def test_what_torchs_class_passes_ours_passes(found: dict[str, Any], name: str) -> None:
+    if name not in found:
+        pytest.skip("this torch has no such test of its own")
     assert [found[name][wrapper]["outcome"] for wrapper in ("stock", "ours", "quick")] == ["passed"] * 3
 
 

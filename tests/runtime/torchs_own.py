@@ -352,7 +352,7 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     Tests.setUpClass()
     cases = about_ddp()
-    for name in names or cases:
+    for name in [name for name in names or cases if name in cases]:  # older versions of torch have fewer
         found[name] = {"asks for GPUs": name in NEED_GPUS}
         for wrapper in WRAPPERS:
             found[name][wrapper] = run(name, cases[name], wrapper)
