@@ -28,7 +28,8 @@ def make_case() -> Case:
     trace = ModelTrace("toy", 1e-3, layers)
     cost = PiecewiseCost(dist.get_world_size(), ((4, 5e-4), (2**20, 2e-3)))
     workload = Workload("toy", Replay(trace), torch.zeros(1), 1, default_loss)
-    return Case(workload, trace, cost, "files", None, {"gradient_as_bucket_view": True})
+    # A tuner that compares for long is no part of these tests: two of them, of three ranks each, would take a minute.
+    return Case(workload, trace, cost, "files", None, {"gradient_as_bucket_view": True, "tune_steps": 40})
 
 
 def sides() -> dict[str, Any]:

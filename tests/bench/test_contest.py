@@ -22,7 +22,7 @@ WORLD = 3
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank of tests/bench/ranks.py wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    with started(all_scenarios, WORLD, folder, folder, timeout_s=60.0) as running:
+    with started(all_scenarios, WORLD, folder, folder, timeout_s=150.0) as running:
         codes = running.wait()
     # What a rank wrote counts, not its exit status: torch's threads were seen to abort a process at its very end.
     files = [folder / f"rank{rank}.json" for rank in range(WORLD)]
