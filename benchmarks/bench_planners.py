@@ -7,7 +7,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, PiecewiseCost, load_network, load_trace
-from mgwfbp.planners import find_sharded_plan, plan_optimal, plan_wire
+from mgwfbp.planners import find_sharded_plan, plan_cautiously, plan_optimal, plan_wire
 
 LINE = LinearCost(8, 633.64e-6, 1.4e-9)
 # A start-up that grows with the message, two protocol switches, and the slope of large messages.
@@ -41,6 +41,17 @@ def test_optimal_with_a_linear_cost(benchmark: BenchmarkFixture, num_layers: int
 def test_optimal_with_a_piecewise_cost(benchmark: BenchmarkFixture, num_layers: int) -> None:
     trace = make_trace(num_layers)
     plan = benchmark(plan_optimal, trace, CURVE)
+    benchmark.extra_info["messages"] = plan.num_groups
+
+
+@pytest.mark.parametrize("num_layers", [161, 604])
+@pytest.mark.parametrize("taken_s", [0.0, 5e-5])
+@pytest.mark.parametrize("cost", [LINE, CURVE], ids=["line", "curve"])
+def test_optimal_with_a_cost_that_may_be_off(
+    benchmark: BenchmarkFixture, num_layers: int, taken_s: float, cost: LinearCost | PiecewiseCost
+) -> None:
+    unsure = replace(cost, taken_s=taken_s, source={"fit": {"mean_error": 0.05}})
+    plan = benchmark(plan_cautiously, make_trace(num_layers), unsure)
     benchmark.extra_info["messages"] = plan.num_groups
 
 

@@ -4,7 +4,7 @@
     python benchmarks/bench_tables.py gpu new/*.json          # takes these results into gpu/ first
 
 Everything below the marker in the document is replaced; the results are those of the commands that stand there. Of a
-result that is taken in, plans, timelines, trace and cost are left out: no table needs them.
+result that is taken in, plans, timelines and trace are left out: no table needs them.
 """
 
 import sys
@@ -12,10 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import bench_predictions
 from mgwfbp import BenchResult
 from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary, noise_summary
 from mgwfbp.units import format_seconds
 
+# Whose tuners' predictions stand in a document besides those of its own results.
+RELATED = {"gpu": ("wire",)}
 MARKER = "<!-- everything below is written by bench_tables.py -->"
 
 
@@ -24,19 +29,29 @@ def main() -> None:
     folder = Path(__file__).parent / name
     for path in map(Path, new):
         slim(BenchResult.load(path)).save(folder / path.name)
-    found = {path: BenchResult.load(path) for path in sorted(folder.glob("*.json"))}
-    first = [result for path, result in found.items() if not path.stem.endswith("repeat")]
-    repeats = [result for path, result in found.items() if path.stem.endswith("repeat")]
-    first.sort(key=lambda result: (title(result), result.workers))
+    first, repeats = load(folder), load(folder, repeats=True)
     document = folder.with_suffix(".md")
     kept = document.read_text().partition(MARKER)[0]
-    document.write_text(kept + MARKER + "\n" + "\n".join([*overview(first), *cells(first), *repeated(first, repeats)]))
+    others = {other: named(load(folder.with_name(other))) for other in RELATED.get(name, ())}
+    predictions = bench_predictions.sections({name: named(first), **others})
+    parts = [*overview(first), *predictions, *cells(first), *repeated(first, repeats)]
+    document.write_text(kept + MARKER + "\n" + "\n".join(parts))
     sys.stdout.write(error_summary(*first) + "\n")
+
+
+def load(folder: Path, *, repeats: bool = False) -> list[BenchResult]:
+    """Return the results of a folder by title, those of cells that were run again or the others."""
+    paths = [path for path in folder.glob("*.json") if path.stem.endswith("repeat") == repeats]
+    return sorted(map(BenchResult.load, sorted(paths)), key=lambda result: (title(result), result.workers))
+
+
+def named(results: Sequence[BenchResult]) -> list[tuple[str, BenchResult]]:
+    return [(f"{title(result)}, {result.workers} hosts", result) for result in results]
 
 
 def slim(result: BenchResult) -> BenchResult:
     strategies = [replace(one, plan=None, timeline=None, predicted_timeline=None) for one in result.strategies]
-    return replace(result, strategies=tuple(strategies), trace=None, cost=None)
+    return replace(result, strategies=tuple(strategies), trace=None)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -73,6 +88,8 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
     parts = ("the exposed communication, after", "the step, before", "the step, after")
     titles = ["mean, worst", "hosts", *(f"of {part}" for part in parts)]
     yield from table(titles, rows)
+    yield bench_predictions.before_and_after(named(results))
+    yield from bench_predictions.taken(named(results))
     yield "\n## Terms, watched in steps of a few plans\n"
     rows = [
         [

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mgwfbp import DistributedDataParallel, load_trace
 from mgwfbp.bench.replay import Replay, replayable
-from mgwfbp.runtime.gloo import init_process_group
+from mgwfbp.runtime.messages.gloo import init_process_group
 
 COMPUTE_S, SHARE = 0.125, 0.25
 BLOCK = 100  # steps of a row of the table, at most

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgwfbp.cli.machine import meters
-from mgwfbp.runtime.gloo import init_process_group
+from mgwfbp.runtime.messages.gloo import init_process_group
 from mgwfbp.units import format_bytes, format_seconds
 
 # (bytes of a message, messages one behind the other, how often)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel
-from mgwfbp.runtime.gloo import init_process_group
+from mgwfbp.runtime.messages.gloo import init_process_group
 
 WIDTH, LAYERS = 2048, 24
 BATCH = 8

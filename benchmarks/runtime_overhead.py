@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, MergePlan
 from mgwfbp.measure.workload import Workload, build_workload, run_to_loss
-from mgwfbp.runtime.gloo import init_process_group
+from mgwfbp.runtime.messages.gloo import init_process_group
 
 
 def main() -> None:

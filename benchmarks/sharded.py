@@ -14,28 +14,33 @@ bound. Prints Markdown.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer, load_trace, predict
 from mgwfbp.bench.replay import Replay, replayable
-from mgwfbp.bench.turns import Schedule, take_turns
+from mgwfbp.bench.turns import Schedule, Step, take_turns
+from mgwfbp.bench.whole_steps import (
+    SGD,
+    fsdp_step,
+    plain_step,
+    stock_ddp_step,
+    table_row,
+    tell,
+    tuned_step,
+    whole_step,
+    wrap_by_block,
+)
+from mgwfbp.bounds import sharded_lower_bound_s
 from mgwfbp.cli.workers import process_group
 from mgwfbp.costs import ShardedCost
-from mgwfbp.measure.workload import Workload, build_workload, default_loss, run_to_loss
+from mgwfbp.measure.workload import Workload, build_workload, default_loss
 from mgwfbp.planners.sharded import plan_sharded
-from mgwfbp.timeline import sharded_lower_bound_s
-
-SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
-BLOCKS = ("Bottleneck", "Inception", "_DenseLayer", "EncoderBlock", "BertLayer")  # what FSDP2 is wrapped by
-MOST_STEPS = 1000  # in which a tuner settles
 
 
 def main() -> None:
@@ -72,36 +77,15 @@ def workload(options: argparse.Namespace, device: torch.device) -> Workload:
 
 
 def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Step] = {}
     tuned: dict[str, Any] = {}
 
-    def stepper(work: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        def step() -> None:
-            optimizer.zero_grad()
-            run_to_loss(model, work.batch, work.loss_fn).backward()
-            optimizer.step()
-
-        return step
-
-    work = workload(options, device)
-    steps["no communication"] = stepper(work, work.model, torch.optim.SGD(work.model.parameters(), **SGD))
-    work = workload(options, device)
-    steps["ddp"] = stepper(work, StockDdp(work.model), torch.optim.SGD(work.model.parameters(), **SGD))
+    steps["no communication"] = plain_step(workload(options, device))
+    steps["ddp"] = stock_ddp_step(workload(options, device))
     for name in ("auto", "sharded"):
         work = workload(options, device)
-        model = DistributedDataParallel(work.model, tune_steps=options.tune_steps)
-        optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(work.model.parameters(), **SGD)
-            if name == "auto"
-            else ShardedOptimizer(model, torch.optim.SGD, **SGD)
-        )
-        steps[name] = stepper(work, model, optimizer)
-        for _ in range(MOST_STEPS):
-            if model.tuning.state != "working":
-                break
-            steps[name]()
-        tuned[name] = model
-        tell(f"{name}: {model.tuning}")
+        steps[name], tuned[name] = tuned_step(work, options.tune_steps, is_sharded=name == "sharded")
+        tell(f"{name}: {tuned[name].tuning}")
     plans = {name: model.plan for name, model in tuned.items()}
     trace, cost = learnt(tuned)
     if cost is not None:
@@ -110,16 +94,9 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
             work = workload(options, device)
             model = DistributedDataParallel(work.model, tune=False)
             optimizer = ShardedOptimizer(model, torch.optim.SGD, plan=plans["per group"], **SGD)
-            steps["per group"] = stepper(work, model, optimizer)
+            steps["per group"] = whole_step(work, model, optimizer)
     if options.fsdp:
-        from torch.distributed.fsdp import fully_shard
-
-        work = workload(options, device)
-        for part in work.model.modules():
-            if type(part).__name__ in BLOCKS:
-                fully_shard(part)
-        fully_shard(work.model)
-        steps["fsdp2"] = stepper(work, work.model, torch.optim.SGD(work.model.parameters(), **SGD))
+        steps["fsdp2"] = fsdp_step(workload(options, device), wrap_by_block)
     for step in steps.values():
         for _ in range(2):
             step()
@@ -155,10 +132,7 @@ def show(found: dict[str, Any]) -> None:
     print("| | step, ms | quartiles | predicted, ms | times as fast as `auto` |\n|---|--:|--:|--:|--:|")
     base = median(found["turns_s"]["auto"])
     for name, turns_s in found["turns_s"].items():
-        low, middle, high = quantiles(turns_s, n=4)[0], median(turns_s), quantiles(turns_s, n=4)[2]
-        predicted = found["predicted_s"].get(name)
-        shown = "" if predicted is None else f"{1e3 * predicted:.1f}"
-        print(f"| {name} | {1e3 * middle:.1f} | {1e3 * low:.1f} to {1e3 * high:.1f} | {shown} | {base / middle:.3f} |")
+        print(table_row(name, turns_s, found["predicted_s"].get(name), base))
     if "bound" in found["predicted_s"]:
         print(f"| bound | | | {1e3 * found['predicted_s']['bound']:.1f} | |")
 
@@ -175,11 +149,6 @@ def overview(paths: Sequence[Path]) -> None:
         bound = f"({1e3 * found['predicted_s']['bound']:.1f})"
         gain = step_s["auto"] / step_s["sharded"]
         print(f"| {path.stem} | {' | '.join(cells)} | {bound} | {gain:.3f} |")
-
-
-def tell(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/wire_accuracy.py
 
 Real processes over gloo. Every worker has a gradient of normally distributed numbers; the exact average is worked out
-in fp64. Errors are root mean squares, in units of the error of rounding the exact average once. Prints Markdown.
+in fp64. Errors are root mean squares, in units of the error of rounding the exact average once to as many bits. Numbers
+are also taken a thousand and a hundred thousand times as small, where float16 as it is has fewer bits. Prints Markdown.
 """
 
 import os
@@ -23,10 +24,12 @@ from mgwfbp import DistributedDataParallel, MergePlan
 
 NUMBERS = 1_000_000
 WORKERS = (2, 4, 8)
-WIRES: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
-    "bfloat16": (torch.bfloat16, default_hooks.bf16_compress_hook),
-    "float16": (torch.float16, default_hooks.fp16_compress_hook),
+# Bits of a number, the leading one included, and torch's hook.
+WIRES: dict[str, tuple[int, Callable[..., Any]]] = {
+    "bfloat16": (8, default_hooks.bf16_compress_hook),
+    "float16": (11, default_hooks.fp16_compress_hook),
 }
+SCALES = ("1", "1e-3", "1e-5")
 
 
 def wrap(kind: str, wire: str) -> nn.Module:
@@ -46,29 +49,37 @@ def averaged(model: nn.Module, mine: Tensor) -> Tensor:
     return parameter.grad[0]
 
 
+def rounded(numbers: Tensor, bits: int) -> Tensor:
+    mantissa, exponent = torch.frexp(numbers)
+    return torch.ldexp(torch.round(mantissa * 2**bits), exponent - bits)
+
+
 def work(rank: int, world: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    mine = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(rank))
-    everybody = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(everybody, mine)
-    exact = torch.stack(everybody).double().mean(0)
-    for wire, (dtype, _) in WIRES.items():
-        once = (exact.to(dtype).double() - exact).square().mean().sqrt()
-        for kind in ("ours", "torch's hook"):
-            found = averaged(wrap(kind, wire), mine)
-            error = float((found.double() - exact).square().mean().sqrt() / once)
-            theirs = [torch.empty_like(found) for _ in range(world)]
-            dist.all_gather(theirs, found.contiguous())
-            if rank == 0:
-                results.put((wire, kind, world, error, all(torch.equal(one, found) for one in theirs)))
+    normal = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(rank))
+    for scale in SCALES:
+        mine = float(scale) * normal
+        everybody = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(everybody, mine)
+        exact = torch.stack(everybody).double().mean(0)
+        for wire, (bits, _) in WIRES.items():
+            once = (rounded(exact, bits) - exact).square().mean().sqrt()
+            for kind in ("ours", "torch's hook"):
+                found = averaged(wrap(kind, wire), mine)
+                error = float((found.double() - exact).square().mean().sqrt() / once)
+                theirs = [torch.empty_like(found) for _ in range(world)]
+                dist.all_gather(theirs, found.contiguous())
+                if rank == 0:
+                    is_same = all(torch.equal(one, found) for one in theirs)
+                    results.put((f"{wire}, {kind}, numbers of {scale}", world, error, is_same))
     dist.destroy_process_group()
 
 
 def main() -> None:
     context = mp.get_context("spawn")
-    found: dict[tuple[str, str], dict[int, tuple[float, bool]]] = {}
+    found: dict[str, dict[int, tuple[float, bool]]] = {}
     for world in WORKERS:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -76,13 +87,13 @@ def main() -> None:
         results = context.SimpleQueue()
         mp.spawn(work, (world, port, results), nprocs=world)  # type: ignore[attr-defined]  # not exported by name
         while not results.empty():
-            wire, kind, _, error, is_same = results.get()
-            found.setdefault((wire, kind), {})[world] = (error, is_same)
+            name, _, error, is_same = results.get()
+            found.setdefault(name, {})[world] = (error, is_same)
     out = [f"| | {' | '.join(f'{world} workers' for world in WORKERS)} | the same on all ranks |"]
     out.append("|---|" + "--:|" * len(WORKERS) + "---|")
-    for (wire, kind), errors in found.items():
+    for name, errors in found.items():
         cells = " | ".join(f"{errors[world][0]:.2f}" for world in WORKERS)
-        out.append(f"| {wire}, {kind} | {cells} | {'yes' if all(one for _, one in errors.values()) else 'no'} |")
+        out.append(f"| {name} | {cells} | {'yes' if all(one for _, one in errors.values()) else 'no'} |")
     sys.stdout.write("\n".join(out) + "\n")
 
 

@@ -62,8 +62,8 @@ small = st.integers(0, 12)
 
 
 @st.composite
-def traces(draw: st.DrawFn, max_layers: int = 10) -> ModelTrace:
-    count = draw(st.integers(1, max_layers))
+def traces(draw: st.DrawFn, max_layers: int = 10, *, min_layers: int = 1) -> ModelTrace:
+    count = draw(st.integers(min_layers, max_layers))
     steps = draw(st.lists(small, min_size=count, max_size=count))
     sizes = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
     layers = [

@@ -20,6 +20,7 @@ from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost, 
 from mgwfbp.cli import app
 from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.fsdp import FsdpPlan
+from mgwfbp.memory import Precision
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
 from mgwfbp.planners.fsdp import plan_fsdp
 from tests.examples import make_trace
@@ -141,6 +142,28 @@ def test_a_measured_cost_of_low_precision_is_planned_with(folder: Path) -> None:
     assert "is also an input" in lost.stderr
 
 
+def test_a_cost_file_that_holds_both_precisions_is_planned_with_both(folder: Path) -> None:
+    both = WireCost(COST, LinearCost(4, 3.0, 0.4), "bfloat16")
+    both.save(folder / "cost.json")
+    done = run(folder, "compare", *FILES, "--wire", "bfloat16", "--wire-tolerance", "0", "--json")
+    assert "half the bytes" not in done.stderr
+    (row,) = (row for row in json.loads(done.stdout) if row["planner"] == "optimal+bf16")
+    expected = find_wire_plan(TRACE, both, tolerance=0.0).predicted
+    assert {name: row[name] for name in expected} == expected
+    assert row["iteration_s"] != find_wire_plan(TRACE, COST, tolerance=0.0).predicted["iteration_s"]
+    # Of another precision nothing was measured.
+    assert "half the bytes" in run(folder, "plan", *FILES, "--wire", "float16").stderr
+
+
+def test_the_tolerance_is_planned_with_and_said(folder: Path) -> None:
+    options = ("plan", *FILES, "--wire", "bfloat16", "--wire-tolerance", "0.2", "-o", "plan.json")
+    assert "within 20 % of the shortest step" in run(folder, *options).stderr
+    assert MergePlan.load(folder / "plan.json") == find_wire_plan(TRACE, COST, tolerance=0.2)
+    assert MergePlan.load(folder / "plan.json") != find_wire_plan(TRACE, COST)
+    refused = run(folder, "compare", *FILES, "--wire-tolerance", "0.2", status=2)
+    assert "needs --wire" in refused.stderr
+
+
 WITH_FORWARD = make_trace([8, 10, 12, 14, 16, 18], [1] * 6, forward_s=6)
 
 
@@ -149,7 +172,7 @@ def test_a_plan_for_a_sharded_optimizer_is_written_and_said_what_is_assumed(fold
     done = run(folder, "plan", *FILES, "--engine", "sharded", "-o", "plan.json")
     plan = MergePlan.load(folder / "plan.json")
     assert plan == find_sharded_plan(WITH_FORWARD, COST)
-    assert json.loads((folder / "plan.json").read_text())["format"] == "mgwfbp.plan/3"
+    assert json.loads((folder / "plan.json").read_text())["format"] == "mgwfbp.plan/2"
     assert "half an all-reduce each" in done.stderr
     assert "layers are taken to share it as they share the backward pass" in done.stderr
     assert "0 B of 6 B all-reduced, the rest sharded: the best of plans that" in done.stderr
@@ -167,11 +190,15 @@ def test_a_plan_for_fsdp2_is_written_within_the_memory_there_is(folder: Path) ->
     given = ("plan", "--engine", "fsdp2", "--trace", "bert-h200-b32", "--cost", "25gbe", "--workers", "4")
     done = run(folder, *given, "-o", "plan.json")
     assert FsdpPlan.load(folder / "plan.json") == plan_fsdp(trace, cost)
-    assert "no plan can be below 226.8 ms; 1.18 GB a rank, with two states of the optimizer" in done.stderr
+    assert "no plan can be below 226.8 ms; 1.03 GB a rank, with 2 states of the optimizer" in done.stderr
     run(folder, *given, "--memory-limit", "800MB", "-o", "plan.json")
     assert FsdpPlan.load(folder / "plan.json") == plan_fsdp(trace, cost, memory_limit=800_000_000)
     refused = run(folder, *given, "--memory-limit", "0.5 GB", status=1)
-    assert "fits into 500 MB: the least is 719 MB" in refused.stderr
+    assert "fits into 500 MB: the least is 626 MB" in refused.stderr
+    run(folder, *given, "--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--states", "1", "-o", "plan.json")
+    assert FsdpPlan.load(folder / "plan.json") == plan_fsdp(trace, cost, precision=Precision(0.5, 1.0, 1.0))
+    refused = run(folder, "plan", *FILES, "--reduce-dtype", "bfloat16", status=2)
+    assert "ddp sends gradients as they are; give --engine fsdp2" in refused.stderr
     refused = run(folder, *given, "--memory-limit", "much", status=2)
     assert "'much', expected a size such as 40GiB or 512MB" in refused.stderr
     refused = run(folder, "plan", *FILES, "--memory-limit", "1GB", status=2)
@@ -192,6 +219,38 @@ def test_compare_has_a_row_of_the_sharded_plan_only_where_asked_to(folder: Path)
     expected = find_sharded_plan(WITH_FORWARD, COST)
     assert rows[-1]["num_gathers"] == len(expected.gathers)
     assert {name: rows[-1][name] for name in expected.predicted} == expected.predicted
+
+
+def test_compare_has_fsdp2_planned_and_by_block_with_the_memory_of_every_engine(folder: Path) -> None:
+    trace, cost = load_trace("bert-h200-b32"), load_network("25gbe").cost(4)
+    given = ("compare", "--trace", "bert-h200-b32", "--cost", "25gbe", "--workers", "4", "--engine")
+    rows = json.loads(run(folder, *given, "ddp,sharded,fsdp2", "--memory-limit", "900 MB", "--json").stdout)
+    by_name = {row["planner"]: row for row in rows}
+    assert list(by_name)[-4:] == ["sharded", "fsdp2-block", "fsdp2-rest-in-root", "fsdp2"]
+    for row in rows:
+        assert {"planner", "num_groups", "iteration_s", "exposed_s", "lower_bound_s"} <= set(row)
+        assert row["lower_bound_s"] <= row["iteration_s"]
+        assert row["fits"] == (row["memory_bytes"] <= 900_000_000)
+    plan = plan_fsdp(trace, cost, memory_limit=900_000_000)
+    for name in ("iteration_s", "exposed_s", "lower_bound_s", "memory_bytes", "gathered_again_bytes"):
+        assert by_name["fsdp2"][name] == pytest.approx(plan.predicted[name])
+    assert by_name["fsdp2-block"]["memory_bytes"] < by_name["fsdp2"]["memory_bytes"] <= 900_000_000
+    assert by_name["sharded"]["memory_bytes"] < by_name["optimal"]["memory_bytes"] == 5 * trace.grad_bytes
+    done = run(folder, *given, "ddp,fsdp2", "--memory-limit", "900 MB")
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("memory a rank")
+    assert [line.split()[0] for line in lines[-4:-1]] == ["fsdp2-block", "fsdp2-rest-in-root", "fsdp2"]
+    assert all(line.endswith("too much") for line in lines[1:-4])
+    fits = [row for row in rows if row["fits"] and row["planner"] != "sharded"]
+    best, other = sorted(fits, key=lambda row: row["iteration_s"])[:2]
+    assert lines[-1].startswith("fastest that fits: fsdp2, ")
+    assert lines[-1].endswith(f"{other['iteration_s'] / best['iteration_s']:.2f} times as fast as {other['planner']}")
+    assert "without activations" in done.stderr
+    refused = run(folder, *given, "ddp,fsdp2", "--memory-limit", "0.1 GB", status=1)
+    assert "fits into 100 MB: the least is 626 MB a rank" in refused.stderr
+    assert refused.stdout.splitlines()[-1].startswith("nothing fits into 100 MB: the least of these is fsdp2-block")
+    refused = run(folder, *given, "ddp,sharded", "--memory-limit", "1 GB", status=2)
+    assert "ddp,sharded keeps all parameters; give --engine fsdp2" in refused.stderr
 
 
 def test_measured_halves_make_the_sharded_plan_and_no_other(folder: Path) -> None:
@@ -301,7 +360,17 @@ def test_sizes_that_are_slower_than_larger_ones_are_said_to_be_planned_as_padded
     done = run(folder, "cost", "--points", "sweep.txt", "--workers", "144", "-o", "c.json")
     assert "larger messages are faster than those of 2 sizes from 16.4 kB to 32.8 kB" in done.stderr
     assert "planned as if padded" in done.stderr
-    assert json.loads((folder / "c.json").read_text())["source"]["padded"] == [[16384, 2.8e-3], [32768, 3.2e-3]]
+    data = json.loads((folder / "c.json").read_text())
+    assert data["source"]["padded"] == [[16384, 2.8e-3], [32768, 3.2e-3]]
+    trace = ("--trace", "trace.json", "--cost")
+    for command in (("compare", "--json"), ("plan", "--engine", "sharded")):
+        said = run(folder, command[0], *trace, "c.json", *command[1:]).stderr
+        assert said.count("larger messages are faster than those of 2 sizes from 16.4 kB to 32.8 kB") == 1, command
+        assert "padded" not in run(folder, command[0], *trace, "cost.json", *command[1:]).stderr
+    odd_values: list[object] = ["text", [5], [["a", 1]]]
+    for odd in odd_values:
+        (folder / "odd.json").write_text(json.dumps({**data, "source": {"padded": odd}}))
+        assert "padded" not in run(folder, "plan", *trace, "odd.json").stderr
 
 
 def test_plan_goes_to_stdout_without_a_file(folder: Path) -> None:

@@ -109,6 +109,31 @@ def test_auto_takes_the_line_when_it_fits() -> None:
     assert found.cost.source["fit"]["mean_error"] == found.mean_error
 
 
+@pytest.mark.parametrize("jump_s", [1e-4, 1.5e-4])
+@pytest.mark.parametrize("jumps_at", [2**15, 2**19])
+def test_auto_keeps_a_jump_that_few_sizes_see(jump_s: float, jumps_at: int) -> None:
+    samples = [(size, 5e-5 + 8e-10 * size + (jump_s if size >= jumps_at else 0.0)) for size in SIZES]
+    assert fit(samples, 4, kind="linear").worst_error > 0.10
+    for size, seconds in samples:
+        assert fit(samples, 4).cost(size) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_auto_takes_a_curve_where_many_sizes_show_it() -> None:
+    rng = random.Random(2)
+    sizes = range(2**14, 2**20, 2**12)
+    samples = [(size, (1e-4 + 2e-9 * size + 1e-15 * size**2) * rng.lognormvariate(0, 0.01)) for size in sizes]
+    assert fit(samples, 4, kind="linear").mean_error < 0.10
+    assert fit(samples, 4).mean_error < 0.012
+    assert isinstance(fit([samples[place] for place in range(0, len(samples), 30)], 4).cost, LinearCost)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.005, 0.02, 0.05]))
+def test_auto_takes_no_noise_for_a_jump(seed: int, noise: float) -> None:
+    rng = random.Random(seed)
+    samples = [(size, (5e-5 + 8e-10 * size) * rng.lognormvariate(0, noise)) for size in SIZES]
+    assert isinstance(fit(samples, 4).cost, LinearCost)
+
+
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(1e-7, 10)), min_size=2, max_size=40))
 def test_any_samples_of_two_sizes_give_a_valid_curve_and_a_valid_line(samples: list[tuple[int, float]]) -> None:
     if len({size for size, _ in samples}) < 2:

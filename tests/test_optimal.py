@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import partitions as partitions_benchmark
 from mgwfbp import (
     PLANNERS,
     Cost,
@@ -193,6 +194,15 @@ def test_on_a_curve_gradients_that_are_no_neighbours_may_do_better_together() ->
 def test_on_a_curve_a_gradient_cut_in_two_may_do_better() -> None:
     assert optimal_end(make_trace([0.0], [10]), JUMP) == 3.0
     assert optimal_end(make_trace([0.0, 0.0], [5, 5]), JUMP) == 2.0
+
+
+def test_the_benchmark_of_other_partitions_finds_what_they_gain_in_both_examples() -> None:
+    trace, one = make_trace([1.0, 1.0, 2.0], [3, 5, 2]), make_trace([0.0], [10])
+    groups = partitions_benchmark.in_groups([1, 1, 1])
+    found_s = partitions_benchmark.search(partitions_benchmark.Row(trace, JUMP), groups, random.Random(1))
+    assert partitions_benchmark.bound_s(trace, JUMP) <= found_s == shortest_of_any_groups(trace, JUMP)
+    cut = partitions_benchmark.in_pieces(one, 5)
+    assert partitions_benchmark.bound_s(one, JUMP) <= optimal_end(cut, JUMP) == 2.0
 
 
 def test_a_network_that_is_slower_than_thought_does_not_make_it_worse_than_fixed_buckets() -> None:

@@ -1,17 +1,23 @@
 """How sure a prediction is."""
 
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import LinearCost, ModelTrace, PiecewiseCost, find_plan, load_network, predict
+from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, find_plan, load_network, predict
+from mgwfbp.cli import run
+from mgwfbp.costs import ShardedCost
 from mgwfbp.fitting import fit
 from mgwfbp.planners import plan_optimal
-from mgwfbp.ranges import off_by, predict_range, spread_of
+from mgwfbp.ranges import MODEL_OFF, input_range, off_by, predict_range, spread_of, widened
+from mgwfbp.units import format_range
 from tests.examples import make_trace, piecewise_costs, traces
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TRACE = make_trace([1.0, 2.0, 3.0], [10, 20, 30])
 
 
@@ -38,8 +44,9 @@ def test_a_fit_says_how_sure_it_is_and_plans_and_predictions_repeat_it() -> None
     assert found.mean_error > 0.01
     assert spread_of(found.cost) == [found.mean_error]
     predicted = find_plan(TRACE, found.cost, "single").predicted
-    assert predicted["low_s"] == pytest.approx(3.0 + found.cost(60) / (1 + found.mean_error))
-    assert predicted["high_s"] == pytest.approx(3.0 + found.cost(60) * (1 + found.mean_error))
+    plan, off = find_plan(TRACE, found.cost, "single"), 1 + found.mean_error
+    assert input_range(TRACE, found.cost, plan) == pytest.approx((3 + found.cost(60) / off, 3 + found.cost(60) * off))
+    assert (predicted["low_s"], predicted["high_s"]) == predict_range(TRACE, found.cost, plan)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +64,76 @@ def test_a_trace_that_knows_its_error_widens_the_range() -> None:
     cost = LinearCost(2, 1.0, 0.0, {"fit": {"mean_error": 0.0}})
     unsure = replace(TRACE, source={"off": 0.25})
     plan = find_plan(TRACE, cost, "single")
-    assert predict_range(TRACE, cost, plan) == (4.0, 4.0)
-    assert predict_range(unsure, cost, plan) == pytest.approx((3.0 / 1.25 + 1, 3.0 * 1.25 + 1))
+    assert input_range(TRACE, cost, plan) == (4.0, 4.0)
+    assert input_range(unsure, cost, plan) == pytest.approx((3.0 / 1.25 + 1, 3.0 * 1.25 + 1))
+
+
+def test_inputs_that_are_sure_leave_what_the_model_itself_is_off_by() -> None:
+    cost = LinearCost(2, 1.0, 0.0, {"fit": {"mean_error": 0.0}})
+    plan = find_plan(TRACE, cost, "single")
+    assert predict_range(TRACE, cost, plan) == pytest.approx((4 * (1 - MODEL_OFF), 4 * (1 + MODEL_OFF)))
+    # Errors of the two add up as independent ones do: 0.3 and 0.4 as 0.5.
+    far = replace(cost, source={"fit": {"mean_error": 0.75 * 4 * MODEL_OFF}})
+    assert (predict_range(TRACE, far, plan) or (0, 0))[1] == pytest.approx(4 + 1.25 * 4 * MODEL_OFF)
+
+
+def tuned() -> dict[tuple[str, str], list[tuple[float, tuple[float, float], float]]]:
+    """What the tuner predicted of every plan, between what inputs had it, and what was measured, by cell."""
+    found = {}
+    for path in sorted([*BENCHMARKS.glob("gpu/*.json"), *BENCHMARKS.glob("wire/*.json")]):
+        result = BenchResult.load(path)
+        plans = [one for name, one in result.source.items() if name.startswith("tuning") and one]
+        rows = [row for one in plans for row in one["candidates"] if row["steps_s"]]
+        assert "model_off" not in result.source  # whose ranges would be wider already
+        found[path.parent.name, path.stem] = [(row["predicted_s"], row["between_s"], row["step_s"]) for row in rows]
+    return found
+
+
+def held(rows: list[tuple[float, tuple[float, float], float]], model_off: float) -> int:
+    ranges = [(widened(step_s, between_s, model_off), real_s) for step_s, between_s, real_s in rows]
+    return sum(low_s <= real_s <= high_s for (low_s, high_s), real_s in ranges)
+
+
+def off(rows: list[tuple[float, tuple[float, float], float]]) -> float:
+    return fmean(abs(step_s / real_s - 1) for step_s, _, real_s in rows)
+
+
+def test_ranges_hold_the_measured_step_of_three_in_four_plans() -> None:
+    cells = tuned()
+    every = [row for rows in cells.values() for row in rows]
+    assert round(off(every), 3) == MODEL_OFF
+    assert held(every, 0.0) / len(every) < 0.5  # what inputs may be off by is not all
+    assert 0.7 < held(every, MODEL_OFF) / len(every) < 0.8
+    # And in cells, and with models, that what the model is off by was not found from.
+    models = {cell: cell[1].split("-")[0] for cell in cells}
+    for name_of in ({cell: cell for cell in cells}, models):
+        kept = 0
+        for name in set(name_of.values()):
+            others = [row for cell, rows in cells.items() if name_of[cell] != name for row in rows]
+            kept += held([row for cell, rows in cells.items() if name_of[cell] == name for row in rows], off(others))
+        assert 0.7 < kept / len(every) < 0.8
 
 
 def test_messages_off_by_so_many_errors_take_nothing_else_from_the_computation() -> None:
     cost = LinearCost(2, 1.0, 0.5, {"fit": {"mean_error": 0.5}}, taken_s=0.25)
     assert off_by(cost, 1.0) == LinearCost(2, 1.5, 0.75, cost.source, taken_s=0.25)
+
+
+def test_plan_and_compare_say_ranges_also_where_one_row_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trace([4.0, 5.0, 6.0], [10, 20, 30], forward_s=3.0).save(tmp_path / "trace.json")
+    sure = LinearCost(2, 0.1, 0.1, {"fit": {"mean_error": 0.1}})
+    half = LinearCost(2, 0.01, 0.01)  # of which nothing is known
+    ShardedCost(sure, half, half).save(tmp_path / "cost.json")
+    files = ["--trace", str(tmp_path / "trace.json"), "--cost", str(tmp_path / "cost.json")]
+    assert run(["plan", *files, "-o", str(tmp_path / "plan.json")]) == 0
+    predicted = MergePlan.load(tmp_path / "plan.json").predicted
+    words = f"({format_range(predicted['low_s'], predicted['high_s'])}: such ranges held the measured step"
+    assert words in capsys.readouterr().err
+    assert run(["compare", *files, "--engine", "ddp,sharded"]) == 0
+    said = capsys.readouterr()
+    titles, *rows = [line.split("  ") for line in said.out.splitlines()]
+    assert "between" in "".join(titles)
+    assert [" to " in "  ".join(row) for row in rows] == [True] * 6 + [False]
+    assert "three in four plans" in said.err

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mgwfbp import MeasureError
 from mgwfbp.cli import children, meeting
 from mgwfbp.cli.children import free_port, run_workers
-from mgwfbp.runtime import gloo
+from mgwfbp.runtime.messages import gloo
 from tests.forking import context
 from tests.train.ranks import wait_until
 

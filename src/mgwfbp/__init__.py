@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # as in typing, which takes longer to import than all of 
 if TYPE_CHECKING:
     from typing import Any
 
+    from mgwfbp.bounds import lower_bound_s
     from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, load_cost
     from mgwfbp.errors import (
         CostError,
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     from mgwfbp.run import TrainingRun
     from mgwfbp.runtime.distributed import DistributedDataParallel
     from mgwfbp.runtime.explain import explain
-    from mgwfbp.runtime.fsdp import fully_shard
-    from mgwfbp.runtime.sharded import ShardedOptimizer
+    from mgwfbp.runtime.fsdp.wrap import fully_shard, plan_fully_shard
+    from mgwfbp.runtime.sharded.optimizer import ShardedOptimizer
     from mgwfbp.simulate import Cluster, Scenario, Simulation, simulate_steps
-    from mgwfbp.timeline import Span, Timeline, lower_bound_s, predict, predict_naive, predict_parameter_server
+    from mgwfbp.timeline import Span, Timeline, predict, predict_naive, predict_parameter_server
     from mgwfbp.trace import LayerTrace, ModelTrace, load_trace, recorded_traces
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "lower_bound_s",
     "measure_allreduce",
     "measure_backward",
+    "plan_fully_shard",
     "predict",
     "predict_fsdp",
     "predict_naive",
@@ -111,6 +113,7 @@ __version__ = "0.1.0"
 
 # module -> what of it is public
 _HOMES = {
+    "bounds": "lower_bound_s",
     "cost": "Cost LinearCost PiecewiseCost load_cost",
     "errors": " ".join(name for name in __all__ if name.endswith("Error")),
     "fitting": "Fit fit",
@@ -124,10 +127,10 @@ _HOMES = {
     "run": "TrainingRun",
     "runtime.distributed": "DistributedDataParallel",
     "runtime.explain": "explain",
-    "runtime.fsdp": "fully_shard",
-    "runtime.sharded": "ShardedOptimizer",
+    "runtime.fsdp.wrap": "fully_shard plan_fully_shard",
+    "runtime.sharded.optimizer": "ShardedOptimizer",
     "simulate": "Cluster Scenario Simulation simulate_steps",
-    "timeline": "Span Timeline lower_bound_s predict predict_naive predict_parameter_server",
+    "timeline": "Span Timeline predict predict_naive predict_parameter_server",
     "trace": "LayerTrace ModelTrace load_trace recorded_traces",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}

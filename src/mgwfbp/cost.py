@@ -3,7 +3,7 @@
 import os
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
 
@@ -19,6 +19,7 @@ __all__ = [
     "cost_from_json",
     "load_cost",
     "taken_by",
+    "taking_nothing",
 ]
 
 
@@ -247,3 +248,12 @@ def taken_by(cost: Cost, num_bytes: int) -> float:
     5.25
     """
     return float(getattr(cost, "taken_s", 0.0) + getattr(cost, "taken_per_byte_s", 0.0) * num_bytes)
+
+
+def taking_nothing(cost: LinearCost | PiecewiseCost) -> LinearCost | PiecewiseCost:
+    """Return the cost of messages that take nothing from the computation, h = g = 0.
+
+    >>> taking_nothing(LinearCost(2, 1.0, 0.5, taken_s=0.25))
+    LinearCost(2 workers: 1 s + 5e+08 ns/B)
+    """
+    return replace(cost, taken_s=0.0, taken_per_byte_s=0.0)

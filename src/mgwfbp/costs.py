@@ -1,12 +1,12 @@
 """What several kinds of messages cost: `WireCost` of both precisions, `ShardedCost` of an all-reduce and its halves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, cost_from_json, taken_by
 from mgwfbp.errors import CostError, FormatError
-from mgwfbp.record import Fields, Record
+from mgwfbp.record import Fields, Record, check_text
 from mgwfbp.units import plural, quote
 
 __all__ = [
@@ -16,11 +16,14 @@ __all__ = [
     "cheaper_cost",
     "cheapest_s",
     "cost_with_halves",
+    "cost_with_low",
     "full_precision_cost",
     "halved",
     "low_precision_cost",
+    "part_by_part",
     "sharded_cost",
     "sharded_of",
+    "taking_alike",
 ]
 
 
@@ -35,19 +38,24 @@ def _check_parts(cost: object, first: str, *others: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class WireCost:
+class WireCost(Record):
     """What a message costs as its gradients are, and what it costs in a lower precision.
 
     It is the former's cost; ``low`` is that of a message of so many bytes of *gradients* in the latter, conversions
-    included. What a message takes from the computation is the former's for both.
+    included, and has what such a message takes from the computation. Its file is a ``cost.json`` of the former that
+    holds the latter besides, and says in ``wire`` which precision that is. Where ``low`` there says nothing of what is
+    taken, messages of both take alike.
 
     >>> cost = WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 1.5, 0.25))
     >>> cost(10), cost.low(10)
     (6.0, 4.0)
     """
 
+    FORMAT: ClassVar[str] = "mgwfbp.cost/1"
+
     full: LinearCost | PiecewiseCost
     low: LinearCost | PiecewiseCost
+    wire: str = ""  # the precision of the latter; without it there is no file
 
     def __post_init__(self) -> None:
         _check_parts(self, "full", "low")
@@ -68,13 +76,42 @@ class WireCost:
 
     @property
     def taken_s(self) -> float:
-        """What a message takes from the computation, whatever its size."""
+        """What a message as it is takes from the computation, whatever its size."""
         return self.full.taken_s
 
     @property
     def taken_per_byte_s(self) -> float:
         """And for each of its bytes."""
         return self.full.taken_per_byte_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``cost.json``."""
+        if not self.wire:
+            raise CostError("a cost of both precisions is written with the name of the lower: give wire=")
+        taken = {name: getattr(self.low, name) for name in ("taken_s", "taken_per_byte_s")}
+        return {**self.full.to_json(), "wire": self.wire, "low": {**self.low.to_json(), **taken}}
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Make a cost from the content of ``cost.json``."""
+        full, fields = cost_from_json(data), Fields(data)
+        low = _part(fields, "low")
+        if "taken_s" not in fields.child("low"):
+            low = taking_alike(low, full)
+        return cls(full, low, check_text(fields["wire"], "wire", FormatError))
+
+
+def taking_alike(low: LinearCost | PiecewiseCost, full: Cost) -> LinearCost | PiecewiseCost:
+    """Return a cost of messages in low precision that, if it takes nothing, takes what those as they are do.
+
+    A sweep on an idle machine does not see what messages take: so of one that says nothing it is not known.
+
+    >>> taking_alike(LinearCost(2, 1.0, 0.25), LinearCost(2, 1.0, 0.5, taken_s=3.0)).taken_s
+    3.0
+    """
+    if low.taken_s or low.taken_per_byte_s:
+        return low
+    return replace(low, taken_s=taken_by(full, 0), taken_per_byte_s=_taken_per_byte_s(full))
 
 
 def halved(cost: Cost) -> Cost:
@@ -110,7 +147,7 @@ class _Part:
 
     @property
     def taken_per_byte_s(self) -> float:
-        return float(self.of_time * getattr(self.cost, "taken_per_byte_s", 0.0))
+        return self.of_time * _taken_per_byte_s(self.cost)
 
     def __call__(self, num_bytes: int, /) -> float:
         return self.of_time * self.cost(num_bytes // self.of_bytes)
@@ -173,10 +210,10 @@ class ShardedCost(Record):
     def from_json(cls, data: object) -> Self:
         """Make a cost from the content of ``cost.json``."""
         all_reduce, fields = cost_from_json(data), Fields(data)
-        return cls(all_reduce, _half(fields, "reduce_scatter"), _half(fields, "all_gather"))
+        return cls(all_reduce, _part(fields, "reduce_scatter"), _part(fields, "all_gather"))
 
 
-def _half(fields: Fields, name: str) -> LinearCost | PiecewiseCost:
+def _part(fields: Fields, name: str) -> LinearCost | PiecewiseCost:
     fields.child(name)  # an object, or an error
     try:
         return cost_from_json(fields[name])
@@ -237,9 +274,18 @@ def full_precision_cost(cost: Cost) -> Cost:
     return cost.full if isinstance(cost, WireCost) else cost
 
 
+def part_by_part(cost: Cost, change: Callable[[LinearCost | PiecewiseCost], LinearCost | PiecewiseCost]) -> Cost:
+    """Return a cost with every line and curve that it is made of changed; any other function as it is."""
+    if isinstance(cost, WireCost):
+        return replace(cost, full=change(cost.full), low=change(cost.low))
+    if isinstance(cost, ShardedCost):
+        return ShardedCost(change(cost.all_reduce), change(cost.reduce_scatter), change(cost.all_gather))
+    return change(cost) if isinstance(cost, LinearCost | PiecewiseCost) else cost
+
+
 @dataclass(frozen=True, slots=True)
 class CheaperCost:
-    """What a message costs in whichever precision is cheaper for its size; it takes what the former takes."""
+    """What a message costs in whichever precision is cheaper for its size; it takes the less of what both take."""
 
     full: Cost
     low: Cost
@@ -256,27 +302,35 @@ class CheaperCost:
     @property
     def taken_s(self) -> float:
         """What a message takes from the computation, whatever its size."""
-        return float(getattr(self.full, "taken_s", 0.0))
+        return min(taken_by(self.full, 0), taken_by(self.low, 0))
 
     @property
     def taken_per_byte_s(self) -> float:
         """And for each of its bytes."""
-        return float(getattr(self.full, "taken_per_byte_s", 0.0))
+        return min(_taken_per_byte_s(self.full), _taken_per_byte_s(self.low))
 
 
 def cheaper_cost(cost: Cost) -> Cost:
     """Return what messages cost that travel in the cheaper precision for their size.
 
+    What they take from the computation is the less of both, so that a plan's step is never below what this says of it.
+
     >>> cheaper_cost(WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 2.0, 0.25)))(2)
     2.0
     """
     full, low = full_precision_cost(cost), low_precision_cost(cost)
+    either = CheaperCost(full, low)
     if isinstance(full, LinearCost) and isinstance(low, LinearCost):
+        taken_s, taken_per_byte_s = either.taken_s, either.taken_per_byte_s
         if low.startup_s <= full.startup_s and low.per_byte_s <= full.per_byte_s:
-            return replace(low, taken_s=full.taken_s, taken_per_byte_s=full.taken_per_byte_s)
+            return replace(low, taken_s=taken_s, taken_per_byte_s=taken_per_byte_s)
         if full.startup_s <= low.startup_s and full.per_byte_s <= low.per_byte_s:
-            return full
-    return CheaperCost(full, low)
+            return replace(full, taken_s=taken_s, taken_per_byte_s=taken_per_byte_s)
+    return either
+
+
+def _taken_per_byte_s(cost: Cost) -> float:
+    return float(getattr(cost, "taken_per_byte_s", 0.0))
 
 
 def cost_with_halves(data: object) -> LinearCost | PiecewiseCost | ShardedCost:
@@ -284,6 +338,14 @@ def cost_with_halves(data: object) -> LinearCost | PiecewiseCost | ShardedCost:
     fields = Fields(data)
     if "reduce_scatter" in fields or "all_gather" in fields:
         return ShardedCost.from_json(data)
+    return cost_from_json(data)
+
+
+def cost_with_low(data: object, wire: str | None) -> LinearCost | PiecewiseCost | WireCost:
+    """Make a cost from the content of ``cost.json``, with that of this low precision where it has it."""
+    fields = Fields(data)
+    if wire is not None and "low" in fields and fields.get("wire", None) == wire:
+        return WireCost.from_json(data)
     return cost_from_json(data)
 
 

@@ -10,19 +10,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
 from mgwfbp.errors import CostError
-from mgwfbp.record import check_count, check_items, check_real
-from mgwfbp.units import plural, quote
+from mgwfbp.record import LARGEST_COUNT, check_count, check_items, check_real
+from mgwfbp.units import format_bytes, plural, quote
 
-__all__ = ["Fit", "FitKind", "Sample", "fit", "fit_quality", "nearest_line", "never_falling"]
+__all__ = ["Fit", "FitKind", "Sample", "fit", "fit_quality", "nearest_line", "never_falling", "padding_words"]
 
 Sample = tuple[int, float]  # (bytes, seconds)
 FitKind = Literal["auto", "linear", "piecewise"]
 _Floats = NDArray[np.float64]
 
-# "auto" takes the straight line when its mean relative error is at most this.
-LINE_IS_GOOD_ENOUGH = 0.10
+# "auto" takes the straight line when its mean relative error is at most this, and its worst no more than so many times
+# the mean: noise of dozens of sizes has a worst error of three times the mean, a jump one of ten.
+LINE_IS_GOOD_ENOUGH, WORST_IS_NOISE = 0.10, 6.0
 # A curve gets more segments only while its mean relative error is further than this from that of the most segments.
 SEGMENT_IS_WORTH = 0.005
 MAX_SEGMENTS = 12
@@ -58,8 +59,9 @@ def fit(
     """Fit a cost to samples; several samples of one size count as their median.
 
     ``linear`` minimises the sum of relative errors of ``a + b M`` with a and b not negative. ``piecewise`` joins up to
-    twelve segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less,
-    or if no curve is nearer.
+    twelve segments that never fall. ``auto`` takes the line if its mean relative error is 10 % or less, unless a
+    curve is nearer by more than half a per cent and that is no noise: it has few segments for the number of sizes, or
+    some sizes are off the line by more than six times the mean, as at a jump, where a library changes its protocol.
 
     Where times fall as messages grow, that is noise, and averaged, unless they fall by more than a quarter. Then a
     message had better be padded to a larger size, so (but for ``linear``) it has the least time of larger sizes, and
@@ -94,10 +96,19 @@ def fit(
     if kind == "piecewise":
         return _fit_piecewise(sizes, padded, workers, source)
     line = _fit_linear(sizes, padded, workers, source)
-    if line.mean_error <= LINE_IS_GOOD_ENOUGH:
-        return line
-    curve = _fit_piecewise(sizes, padded, workers, source)
-    return min(curve, line, key=lambda found: found.mean_error)
+    return _simpler(line, _fit_piecewise(sizes, padded, workers, source))
+
+
+def _simpler(line: Fit, curve: Fit) -> Fit:
+    """Return the line, unless it is poor and the curve is nearer, or the curve shows more than it takes from noise."""
+    gain = line.mean_error - curve.mean_error
+    if line.mean_error > LINE_IS_GOOD_ENOUGH:
+        return curve if gain > 0 else line
+    assert isinstance(curve.cost, PiecewiseCost)  # noqa: S101 - as it was fitted
+    # Of n sizes that are off by chance, k knots take about k/n of the error of a line away.
+    has_shape = curve.mean_error < (1 - 2 * len(curve.cost.points) / curve.num_sizes) * line.mean_error
+    has_jump = line.worst_error > WORST_IS_NOISE * line.mean_error
+    return curve if gain > SEGMENT_IS_WORTH and (has_shape or has_jump) else line
 
 
 def _medians(samples: Sequence[Sample]) -> tuple[_Floats, _Floats]:
@@ -279,6 +290,22 @@ def never_falling(times: _Floats, weights: _Floats | None = None) -> _Floats:
 
 def _middle(values: _Floats, weights: _Floats) -> float:
     return _weighted_median(values, weights / values)
+
+
+def padding_words(cost: Cost | None) -> str:
+    """Say which sizes a cost has with the time of larger, faster ones; empty where there are none.
+
+    >>> padding_words(LinearCost(2, 1.0, 0.5, {"padded": [(16384, 2.8e-3), (32768, 3.2e-3)]}))[:75]
+    'larger messages are faster than those of 2 sizes from 16.4 kB to 32.8 kB, w'
+    """
+    padded = getattr(cost, "source", {}).get("padded")
+    rows = padded if isinstance(padded, list | tuple) else ()  # a file may say anything there
+    heads = [row[0] for row in rows if isinstance(row, list | tuple) and row]
+    sizes = [head for head in heads if isinstance(head, int) and 0 <= head <= LARGEST_COUNT]
+    if not sizes:
+        return ""
+    where = f"{plural(len(sizes), 'size')} from {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
+    return f"larger messages are faster than those of {where}, which are planned as if padded (DDP does not pad)"
 
 
 def fit_quality(cost: LinearCost | PiecewiseCost, sizes: Sequence[float], times: Sequence[float]) -> dict[str, Any]:

@@ -1,38 +1,29 @@
 """FSDP2's way to train: which modules' parameters travel together, and how a step then runs: `FsdpPlan`.
 
-[Note: how FSDP2 runs a step]
 Parameters are sharded, and all-gathered group by group before a group computes; gradients are reduce-scattered when a
 group's backward pass has ended. Groups are runs of modules in forward order; what stands outside of all modules in
-groups is the root's: it is gathered first, and stays. From torch's code (2.5 to 2.15), for groups 0..K in forward
-order and a host that runs ahead of its device, on one communicator:
-
-- forward: group j is gathered once group j-1 was, and once group j-1-p has begun, where p is how many groups are
-  prefetched (1 also without being told so);
-- a group computes once it is gathered and the one before it has ended;
-- backward, from K to 0: a group that was resharded after the forward pass is gathered again, no earlier than the
-  backward pass of the group q before it in this order begins, and in the order in which it is asked for: before the
-  gradients of that group are sent;
-- gradients of a group are sent when its backward pass has ended, and the group after the next one waits for that,
-  since torch holds one buffer of gradients that are being sent.
-
-The step is a forward pass and a backward pass until all gradients are sent; the update is left out.
+groups is the root's: it is gathered first, and stays. [Note: how FSDP2 runs a step] is in `mgwfbp.fsdp_step`.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from math import floor
 from typing import Any, ClassVar, Self
 
 from mgwfbp.cost import Cost
 from mgwfbp.costs import cheapest_s, sharded_cost
 from mgwfbp.errors import PlanError
+from mgwfbp.fsdp_step import FsdpStep, Group, lay_out
+from mgwfbp.fsdp_units import ROOT, idle_of, units_of, whole_units
+from mgwfbp.memory import AS_STORED, Precision, Schedule, Shares
 from mgwfbp.record import (
     Fields,
     Record,
     check_count,
     check_free_form,
     check_items,
+    check_real,
     check_text,
     first_repeated,
 )
@@ -40,22 +31,16 @@ from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural, quote
 
 __all__ = [
-    "ROOT",
     "FsdpPlan",
-    "FsdpStep",
-    "Group",
-    "Unit",
     "fsdp_lower_bound_s",
-    "lay_out",
+    "idle_bytes_of",
+    "precision_of",
     "predict_fsdp",
-    "units_of",
-    "units_of_names",
+    "reported_bound_s",
 ]
 
-# What the rest of the model is called: parameters of no module that is a unit.
-ROOT = ""
-# Copies of a parameter's bytes that an optimizer keeps besides: Adam has two averages.
-STATES = 2
+# Times that differ by less are equal.
+ROUNDING = 1 + 1e-12
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,6 +59,8 @@ class FsdpPlan(Record):
     forward_prefetch: int = 1  # how many groups are gathered ahead
     backward_prefetch: int = 1
     predicted: Mapping[str, Any] = field(default_factory=dict, hash=False)  # what the planner expects; free-form
+    root: tuple[str, ...] = ()  # modules of no group: gathered first with the rest of the model, and kept
+    idle: tuple[str, ...] = ()  # modules that no step uses: sharded each by itself, and not asked for ahead
 
     def __post_init__(self) -> None:
         check_text(self.model, "model", PlanError)
@@ -84,13 +71,16 @@ class FsdpPlan(Record):
                 raise PlanError(f"groups[{place}]: empty, expected at least one module")
             for name in group:
                 check_text(name, f"groups[{place}]: a module's name", PlanError)
-        repeated = first_repeated(chain.from_iterable(groups))
+        root, idle = (check_items(getattr(self, name), str, name, PlanError) for name in ("root", "idle"))
+        repeated = first_repeated(chain(*groups, root, idle))
         if repeated is not None:
             raise PlanError(f"groups: {quote(repeated)} stands twice, expected every module once")
         reshard = check_items(self.reshard, bool, "reshard", PlanError)
         if len(reshard) != len(groups):
             raise PlanError(f"reshard has {len(reshard)} entries, expected one for each of {len(groups)} groups")
         object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "root", root)
+        object.__setattr__(self, "idle", idle)
         object.__setattr__(self, "reshard", reshard)
         for name in ("forward_prefetch", "backward_prefetch"):
             object.__setattr__(self, name, check_count(getattr(self, name), name, PlanError, minimum=1))
@@ -113,6 +103,8 @@ class FsdpPlan(Record):
             "forward_prefetch": self.forward_prefetch,
             "backward_prefetch": self.backward_prefetch,
             "predicted": dict(self.predicted),
+            **({"root": list(self.root)} if self.root else {}),
+            **({"idle": list(self.idle)} if self.idle else {}),
         }
 
     @classmethod
@@ -127,11 +119,13 @@ class FsdpPlan(Record):
             fields["forward_prefetch"],
             fields["backward_prefetch"],
             fields.get("predicted", {}),
+            tuple(fields.items("root")) if "root" in fields else (),
+            tuple(fields.items("idle")) if "idle" in fields else (),
         )
 
     def check_covers(self, units: Iterable[str]) -> None:
         """Raise unless the plan holds exactly these units, in whatever order."""
-        mine, theirs = set(chain.from_iterable(self.groups)), set(units)
+        mine, theirs = set(chain(*self.groups, self.root, self.idle)), set(units)
         if mine != theirs:
             differing = min(mine ^ theirs)
             where = "the plan only" if differing in mine else "the model only"
@@ -141,114 +135,14 @@ class FsdpPlan(Record):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A module whose parameters always travel together; the last one of a model may be the root's rest, `ROOT`."""
-
-    name: str
-    num_bytes: int  # of its parameters, and of their gradients
-    forward_s: float
-    backward_s: float
-
-
-def units_of_names(names: Sequence[str]) -> dict[str, str]:
-    """Return for every parameter the module that is its unit, or `ROOT`; from the names of parameters alone.
-
-    Units are blocks: modules that are numbered, like others beside them, and hold several modules with parameters; a
-    block that consists of blocks is taken apart. Elsewhere a module with parameters is a unit, with all that is in it:
-    `torch.nn.MultiheadAttention` uses the weights of a module in it whose forward pass never runs. Parameters of a
-    module that blocks are in are the root's.
-
-    >>> names = ["cls", "conv.weight", "enc.pos", "enc.h.0.a.w", "enc.h.0.b.w", "enc.h.1.a.w", "enc.h.1.b.w", "head.w"]
-    >>> units_of_names(names)["enc.pos"], sorted(set(units_of_names(names).values()))
-    ('', ['', 'conv', 'enc.h.0', 'enc.h.1', 'head'])
-    """
-    inside: dict[str, set[str]] = {}  # by module: the modules in it, itself too, that have parameters
-    children: dict[str, dict[str, None]] = {}
-    for name in names:
-        path = name.split(".")[:-1]
-        for depth in range(len(path) + 1):
-            module = ".".join(path[:depth])
-            inside.setdefault(module, set()).add(".".join(path))
-            if depth:
-                children.setdefault(".".join(path[: depth - 1]), {})[module] = None
-    stems = {module: _stem(module) for module in inside}
-
-    def is_block(module: str) -> bool:
-        parent = module.rpartition(".")[0]
-        alike = [one for one in children.get(parent, ()) if stems[one] == stems[module]]
-        return stems[module] is not None and len(alike) > 1 and len(inside[module]) > 1
-
-    blocks = {module for module in inside if is_block(module)}
-
-    def blocks_in(module: str) -> set[str]:
-        return {one for one in blocks if one != module and (not module or one.startswith(f"{module}."))}
-
-    unit_of: dict[str, str] = {}
-
-    def visit(module: str) -> None:
-        within = blocks_in(module)
-        covered = set().union(*(inside[one] for one in within)) if within else set[str]()
-        is_whole = module in blocks and covered != inside[module]
-        if is_whole or (module != ROOT and module in inside[module] and not within):
-            unit_of.update(dict.fromkeys(inside[module], module))
-            return
-        unit_of[module] = ROOT  # its own parameters, if it has any
-        for child in children.get(module, ()):
-            visit(child)
-
-    visit(ROOT)
-    return {name: unit_of[name.rpartition(".")[0]] for name in names}
-
-
-def _stem(module: str) -> str | None:
-    """Return what comes before the number that a module's name ends with; None where it has none."""
-    found = re.fullmatch(r"(.*?)[0-9]+", module.rpartition(".")[2])
-    return None if found is None else found[1]
-
-
-def units_of(trace: ModelTrace) -> tuple[Unit, ...]:
-    """Return the units of a model in forward order, which is the opposite of the ready order; the root's rest first."""
-    unit_of = units_of_names([layer.name for layer in trace.layers])
-    found: dict[str, list[float]] = {ROOT: [0, 0.0, 0.0]} if ROOT in unit_of.values() else {}
-    for layer, forward_s in zip(reversed(trace.layers), reversed(trace.layer_forward_s), strict=True):
-        sums = found.setdefault(unit_of[layer.name], [0, 0.0, 0.0])
-        for place, value in enumerate((layer.grad_bytes, forward_s, layer.backward_s)):
-            sums[place] += value
-    return tuple(Unit(name, int(size), forward_s, backward_s) for name, (size, forward_s, backward_s) in found.items())
-
-
-@dataclass(frozen=True, slots=True)
-class FsdpStep:
-    """A step of FSDP2; each moment by group in forward order, the root's first where it has parameters."""
-
-    groups: tuple[tuple[str, ...], ...]
-    gathers_s: tuple[tuple[float, float], ...]  # start and end, in the forward pass
-    forward_s: tuple[tuple[float, float], ...]
-    gathers_again_s: tuple[tuple[float, float] | None, ...]  # in the backward pass; None where not resharded
-    backward_s: tuple[tuple[float, float], ...]
-    sent_s: tuple[tuple[float, float], ...]  # reduce-scatters
-    memory_bytes: int  # at most, per rank: parameters, gradients and the optimizer's state; no activations
-
-    @property
-    def iteration_s(self) -> float:
-        """The whole step, without the update."""
-        return max(self.backward_s[0][1], *(end for _, end in self.sent_s))
-
-    @property
-    def compute_s(self) -> float:
-        """What it computes."""
-        return sum(end - start for start, end in (*self.forward_s, *self.backward_s))
-
-
-def predict_fsdp(trace: ModelTrace, cost: Cost, plan: FsdpPlan, *, states: int = STATES) -> FsdpStep:
+def predict_fsdp(trace: ModelTrace, cost: Cost, plan: FsdpPlan, *, precision: Precision = AS_STORED) -> FsdpStep:
     """Return what a step takes and how much memory, see [Note: how FSDP2 runs a step].
 
     Args:
         trace: when each gradient is ready, and what its layer takes in the forward pass.
-        cost: what a reduce-scatter and an all-gather take, as `sharded_cost` has it.
+        cost: what a reduce-scatter and an all-gather take by the bytes that travel, as `sharded_cost` has it.
         plan: the groups.
-        states: how many copies of a parameter's bytes the optimizer keeps.
+        precision: how many bytes are gathered, sent and kept for each byte of a parameter.
 
     Raises:
         PlanError: where the plan is not one of this model's units, or not in forward order.
@@ -263,8 +157,9 @@ def predict_fsdp(trace: ModelTrace, cost: Cost, plan: FsdpPlan, *, states: int =
     >>> step.backward_s, step.iteration_s
     (((11.0, 13.0), (9.0, 11.0), (7.0, 9.0)), 15.0)
     """
-    units = units_of(trace)
-    plan.check_covers(unit.name for unit in units if unit.name != ROOT)
+    whole = whole_units(trace)
+    plan.check_covers(set(whole) - {ROOT})
+    units = units_of(trace, plan.root, plan.idle)
     place_of = {unit.name: place for place, unit in enumerate(units)}
     root = [(ROOT,)] if units[0].name == ROOT else []
     groups = (*root, *plan.groups)
@@ -272,132 +167,94 @@ def predict_fsdp(trace: ModelTrace, cost: Cost, plan: FsdpPlan, *, states: int =
     if order != sorted(order):
         late = next(units[one].name for one, other in pairwise(order) if one > other)
         raise PlanError(f"groups: {quote(late)} stands before a module that the forward pass uses first")
-    merged = [Group.of([units[place_of[name]] for name in group], cost) for group in groups]
-    reshard = (*([False] if root else []), *plan.reshard)
-    return lay_out(merged, reshard, plan.forward_prefetch, plan.backward_prefetch, cost.workers, states)
+    merged = [Group.of([units[place_of[name]] for name in group], cost, precision) for group in groups]
+    reshard = (*(False for _ in root), *plan.reshard)
+    schedule = Schedule(reshard, plan.forward_prefetch, plan.backward_prefetch, bool(root))
+    return lay_out(merged, schedule, Shares(cost.workers, precision.states, idle_bytes_of(trace, plan.idle)))
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Units that travel together: what they need."""
+def precision_of(plan: FsdpPlan) -> Precision:
+    """Return the precision that a plan was made for.
 
-    names: tuple[str, ...]
-    num_bytes: int
-    forward_s: float
-    backward_s: float
-    gather_s: float
-    send_s: float
-
-    @classmethod
-    def of(cls, units: Sequence[Unit], cost: Cost) -> Self:
-        """Merge units."""
-        reduce_scatter, all_gather = sharded_cost(cost)
-        num_bytes = sum(unit.num_bytes for unit in units)
-        forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
-        names = tuple(unit.name for unit in units)
-        return cls(names, num_bytes, forward_s, backward_s, all_gather(num_bytes), reduce_scatter(num_bytes))
-
-
-def lay_out(
-    groups: Sequence[Group],
-    reshard: Sequence[bool],
-    forward_prefetch: int,
-    backward_prefetch: int,
-    workers: int,
-    states: int,
-) -> FsdpStep:
-    """Return the step of groups, the root's rest among them, on so many workers."""
-    number = len(groups)
-    gathers, forward = list[tuple[float, float]](), list[tuple[float, float]]()
-    link_s = now_s = 0.0
-    for place, group in enumerate(groups):
-        allowed = place - 1 - forward_prefetch
-        start_s = max(link_s, forward[allowed][0] if allowed >= 0 else 0.0)
-        link_s = start_s + group.gather_s
-        gathers.append((start_s, link_s))
-        start_s = max(now_s, link_s)
-        now_s = start_s + group.forward_s
-        forward.append((start_s, now_s))
-    again: list[tuple[float, float] | None] = [None] * number
-    backward, sent = [(0.0, 0.0)] * number, [(0.0, 0.0)] * number
-    link_s, asked = now_s, number  # the groups from `asked` on have been asked for again
-
-    def gather_until(first: int, from_s: float) -> None:
-        nonlocal link_s, asked
-        while asked > max(0, first):
-            asked -= 1
-            if reshard[asked]:
-                start_s = max(link_s, from_s)
-                link_s = start_s + groups[asked].gather_s
-                again[asked] = (start_s, link_s)
-
-    for place in reversed(range(number)):
-        gather_until(place, now_s)
-        gathered, buffered_s = again[place], sent[place + 2][1] if place + 2 < number else 0.0
-        start_s = max(now_s, gathered[1] if gathered else 0.0, buffered_s)
-        gather_until(place - backward_prefetch, start_s)
-        now_s = start_s + groups[place].backward_s
-        backward[place] = (start_s, now_s)
-        start_s = max(link_s, now_s)
-        link_s = start_s + groups[place].send_s
-        sent[place] = (start_s, link_s)
-    sizes, names = [group.num_bytes for group in groups], tuple(group.names for group in groups)
-    memory = memory_of(sizes, reshard, forward_prefetch, backward_prefetch, workers, states)
-    return FsdpStep(names, tuple(gathers), tuple(forward), tuple(again), tuple(backward), tuple(sent), memory)
-
-
-def memory_of(
-    sizes: Sequence[int],
-    reshard: Sequence[bool],
-    forward_prefetch: int,
-    backward_prefetch: int,
-    workers: int,
-    states: int,
-) -> int:
-    """Return the most bytes a rank holds of parameters, gradients and the optimizer's state; activations come on top.
-
-    Its share of everything. Besides, in the forward pass: groups that are kept, the one that computes twice (torch
-    holds what was gathered until the next group is copied out of it), and those that are prefetched. In the backward
-    pass: groups that are kept, those prefetched again, the one that computes, its gradients, a copy of these to send,
-    and that of the group before.
+    >>> precision_of(FsdpPlan("toy", (("a",),), (True,)))
+    Precision(gather=1.0, reduce=1.0, states=2)
     """
-    share = -(-sum(sizes) * (2 + states) // workers)
-    kept, most = 0, 0
-    for place, size in enumerate(sizes):
-        ahead = sum(sizes[place + 1 : place + 1 + forward_prefetch])
-        most = max(most, kept + 2 * size + ahead)
-        kept += 0 if reshard[place] else size
-    for place in reversed(range(len(sizes))):
-        size, first = sizes[place], max(0, place - backward_prefetch)
-        ahead = sum(one for one, is_gone in zip(sizes[first:place], reshard[first:place], strict=True) if is_gone)
-        before = sizes[place + 1] if place + 1 < len(sizes) else 0
-        kept -= 0 if reshard[place] else size
-        most = max(most, kept + ahead + 3 * size + before)
-    return share + most
+    said = plan.predicted.get("precision", {})
+    known = {name: said[name] for name in Precision._fields if isinstance(said, Mapping) and name in said}
+    for name, value in known.items():
+        check_real(value, f"predicted: precision: {name}", PlanError)
+    return AS_STORED._replace(**known)
 
 
-def fsdp_lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
-    """Return a time below which no plan's step is, with any groups, prefetching and resharding.
+def idle_bytes_of(trace: ModelTrace, idle: Iterable[str]) -> int:
+    """Return how large modules are that no step uses."""
+    whole = whole_units(trace)
+    return sum(whole[name].num_bytes for name in idle)
 
-    Gathers of the first units, through any of them, end before that one computes, and what follows it is computed
-    then; gradients of units up to any one are sent after the backward pass of all behind it and its own.
+
+def fsdp_lower_bound_s(
+    trace: ModelTrace, cost: Cost, *, precision: Precision = AS_STORED, memory_limit: int | None = None
+) -> float:
+    r"""Return a time below which no plan's step is, with any groups, prefetching and resharding, within a limit.
+
+    With :math:`G_i, D_i` for what of the i-th unit is gathered and sent, :math:`f_i, b_i` for its passes, and
+    :math:`T_g^*(M), T_s^*(M)` for the least time in which M bytes can be gathered and sent, however they are split
+    (`cheapest_s`), a step takes at least
+
+    .. math::
+        \max_k \Big( T_g^*(\sum_{i \le k} G_i) + \sum_{i \ge k} f_i \Big)
+        + \max_k \Big( \sum_{i \ge k} b_i + T_s^*(\sum_{i \le k} D_i) \Big)
+
+    since a unit computes once all up to it are gathered, and gradients up to any one are sent behind all of the
+    backward pass that comes before them. And all of it travels on one link, one message after another,
+
+    .. math:: T_g^*(\sum G_i) + T_g^*(R) + T_s^*(\sum D_i)
+
+    where R is gathered again: all of what is kept is held when the backward pass of the last unit begins, beside the
+    share and its gradient, so that of a limit :math:`L` no more than :math:`L - share - D_K` is kept.
 
     >>> from mgwfbp.cost import LinearCost
     >>> from mgwfbp.trace import LayerTrace
     >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(f"{name}.w", 2.0, 10) for name in "cba"))
-    >>> fsdp_lower_bound_s(trace, LinearCost(workers=2, startup_s=2.0, per_byte_s=0.2))
+    >>> cost = LinearCost(workers=2, startup_s=2.0, per_byte_s=0.2)
+    >>> fsdp_lower_bound_s(trace, cost)
     13.0
+    >>> round(fsdp_lower_bound_s(trace.scaled(0.1), cost), 3)
+    8.3
+    >>> round(fsdp_lower_bound_s(trace.scaled(0.1), cost, memory_limit=90), 3)
+    10.0
     """
     reduce_scatter, all_gather = sharded_cost(cost)
-    units = units_of(trace)
+    idle = idle_of(trace)
+    units = units_of(trace, idle=idle)
+    groups = [Group.of([unit], cost, precision) for unit in units]
     forward_s, left_s, gathered = 0.0, sum(unit.forward_s for unit in units), 0
-    for unit in units:
-        gathered += unit.num_bytes
+    for group in groups:
+        gathered += group.sizes.gathered
         forward_s = max(forward_s, cheapest_s(all_gather, gathered) + left_s)
-        left_s -= unit.forward_s
-    backward_s, done_s, rest = 0.0, 0.0, sum(unit.num_bytes for unit in units)
-    for unit in reversed(units):
-        done_s += unit.backward_s
-        backward_s = max(backward_s, done_s + cheapest_s(reduce_scatter, rest))
-        rest -= unit.num_bytes
-    return forward_s + backward_s
+        left_s -= group.forward_s
+    backward_s, done_s, sent = 0.0, 0.0, sum(group.sizes.sent for group in groups)
+    rest = sent
+    for group in reversed(groups):
+        done_s += group.backward_s
+        backward_s = max(backward_s, done_s + (cheapest_s(reduce_scatter, rest) if rest else 0.0))
+        rest -= group.sizes.sent
+    link_s = cheapest_s(all_gather, gathered) + (cheapest_s(reduce_scatter, sent) if sent else 0.0)
+    if memory_limit is not None:
+        shares = Shares(cost.workers, precision.states, idle_bytes_of(trace, idle))
+        again = _least_again(groups, memory_limit, shares)
+        link_s += cheapest_s(all_gather, again) if again else 0.0
+    return max(forward_s + backward_s, link_s)
+
+
+def reported_bound_s(bound_s: float, step_s: float) -> float:
+    """Return a bound that is no more than the step but for rounding; one that is wrong stays as it is, to be seen."""
+    return step_s if step_s < bound_s <= step_s * ROUNDING else bound_s
+
+
+def _least_again(groups: Sequence[Group], limit: int, shares: Shares) -> int:
+    """Return how many bytes a plan that fits gathers again at least."""
+    stored = shares.idle_bytes + sum(group.sizes.stored + (1 + shares.states) * group.sizes.trained for group in groups)
+    room = limit - stored / shares.workers - groups[-1].sizes.gradient
+    again = sum(group.sizes.again for group in groups)
+    return max(0, floor(again - room))

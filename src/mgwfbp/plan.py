@@ -24,10 +24,10 @@ WIRES = tuple(SHORT_WIRES)
 class MergePlan(Record):
     """A partition of a model's gradients into messages, in the order in which the messages are sent.
 
-    A plan with messages that travel in a lower precision than that of their gradients has format ``mgwfbp.plan/2``.
-    For a sharded optimizer a plan also has ``gathers``, and format ``mgwfbp.plan/3``: a message whose gradients stand
-    there is a reduce-scatter, each rank updates its share, and the parameters are all-gathered during the next forward
-    pass, in these groups. Other messages are all-reduced, and all ranks update their parameters.
+    A plan that says more than its groups has format ``mgwfbp.plan/2``: with ``wire`` messages may travel in a lower
+    precision than that of their gradients. With ``gathers`` it is for a sharded optimizer: a message whose gradients
+    stand there is a reduce-scatter, each rank updates its share, and the parameters are all-gathered during the next
+    forward pass, in these groups. Other messages are all-reduced, and all ranks update their parameters.
 
     >>> MergePlan("toy", "by hand", (("d", "c"), ("b", "a")))
     MergePlan('toy' by 'by hand': 4 gradients in 2 messages, 2+2)
@@ -38,8 +38,7 @@ class MergePlan(Record):
     """
 
     FORMAT: ClassVar[str] = "mgwfbp.plan/1"
-    WIRE_FORMAT: ClassVar[str] = "mgwfbp.plan/2"
-    GATHER_FORMAT: ClassVar[str] = "mgwfbp.plan/3"
+    LATER_FORMAT: ClassVar[str] = "mgwfbp.plan/2"  # with ``wire`` or ``gathers``
 
     model: str
     planner: str
@@ -300,7 +299,7 @@ class MergePlan(Record):
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan.json``."""
         return {
-            "format": self.GATHER_FORMAT if self.gathers else self.WIRE_FORMAT if self.wire else self.FORMAT,
+            "format": self.LATER_FORMAT if self.wire or self.gathers else self.FORMAT,
             "model": self.model,
             "planner": self.planner,
             "groups": [list(group) for group in self.groups],
@@ -313,10 +312,12 @@ class MergePlan(Record):
     def from_json(cls, data: object) -> Self:
         """Make a plan from the content of ``plan.json``."""
         fields = Fields(data)
-        form = fields.get("format", "")
-        fields.check_format(form if form in (cls.WIRE_FORMAT, cls.GATHER_FORMAT) else cls.FORMAT)
-        wire = tuple("" if one is None else one for one in fields.items("wire")) if form == cls.WIRE_FORMAT else ()
-        gathers = tuple(fields.items("gathers")) if form == cls.GATHER_FORMAT else ()
+        is_later = fields.get("format", "") == cls.LATER_FORMAT
+        fields.check_format(cls.LATER_FORMAT if is_later else cls.FORMAT)
+        gathers = tuple(fields.items("gathers")) if is_later and "gathers" in fields else ()
+        # Without either it is torn: what it says besides its groups is missing.
+        has_wire = is_later and ("wire" in fields or not gathers)
+        wire = tuple("" if one is None else one for one in fields.items("wire")) if has_wire else ()
         groups, predicted = tuple(fields.items("groups")), fields.get("predicted", {})
         return cls(fields["model"], fields["planner"], groups, predicted, wire, gathers)
 

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from mgwfbp.cost import Cost, load_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import cost_with_low
 from mgwfbp.errors import FileError, FormatError, MgwfbpError, TrainError
 from mgwfbp.files import naming, parse_json, read_json, read_text, show_path
 from mgwfbp.plan import MergePlan
@@ -194,7 +195,7 @@ class TrainingRun:
             _if_there(place / "results.json", RunResults.load),
             _if_there(place / "plan.json", MergePlan.load),
             _if_there(place / "trace.json", ModelTrace.load),
-            _if_there(place / "cost.json", load_cost),
+            _if_there(place / "cost.json", _load_cost),
             _if_there(place / "timeline.json", Timeline.load),
             _if_there(place / "predicted.json", Timeline.load),
             _if_there(place / "tuning.json", _read_object),
@@ -217,6 +218,13 @@ class TrainingRun:
 
 
 T = TypeVar("T")
+
+
+def _load_cost(path: str | os.PathLike[str]) -> Cost:
+    """Read ``cost.json``, with the cost of low precision where it has it."""
+    data = read_json(path)
+    with naming(path):
+        return cost_with_low(data, Fields(data).get("wire", None))
 
 
 def _if_there(path: Path, read: Callable[[Path], T]) -> T | None:

@@ -6,8 +6,9 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 from mgwfbp.cost import Cost, taken_by
-from mgwfbp.costs import cheapest_s, low_precision_cost, sharded_cost
+from mgwfbp.costs import sharded_cost
 from mgwfbp.errors import CostError, FormatError, TimelineError
+from mgwfbp.lags import lags_s, message_costs, sent_with
 from mgwfbp.network import Network
 from mgwfbp.plan import WIRES, MergePlan
 from mgwfbp.record import Fields, Record, check_count, check_items, check_real, check_text
@@ -18,13 +19,9 @@ __all__ = [
     "Span",
     "Timeline",
     "gather_waits",
-    "lags_s",
-    "lower_bound_s",
     "predict",
     "predict_naive",
     "predict_parameter_server",
-    "sent_with",
-    "sharded_lower_bound_s",
 ]
 
 
@@ -106,10 +103,7 @@ class Timeline(Record):
 
     @property
     def _taken_words(self) -> str:
-        """What messages took, where it is something beyond rounding."""
-        if self.taken_s <= 1e-9 * self.compute_s:
-            return ""
-        return f", {format_seconds(self.taken_s)} taken from the computation"
+        return f", {format_seconds(self.taken_s)} taken from the computation" if self.takes else ""
 
     @property
     def _gather_words(self) -> str:
@@ -124,6 +118,11 @@ class Timeline(Record):
     def taken_s(self) -> float:
         """What messages took from the computation."""
         return sum(later.start_s - earlier.end_s for earlier, later in pairwise((self.forward, *self.backward)))
+
+    @property
+    def takes(self) -> bool:
+        """Whether messages took something from the computation, beyond rounding."""
+        return self.taken_s > 1e-9 * self.compute_s
 
     @property
     def waited_s(self) -> float:
@@ -291,14 +290,13 @@ def predict(trace: ModelTrace, cost: Cost, plan: MergePlan) -> Timeline:
     alone_s = _ready_s(trace, forward)
     ready_s = [ready + lag for ready, lag in zip(alone_s, lags, strict=True)]
     messages, link_free_s = [], 0.0
-    low, reduce_scatter = low_precision_cost(cost), sharded_cost(cost)[0]
-    kinds = zip(plan.groups, plan.wires, plan.sharded, sent_with(trace, cost, plan), strict=True)
-    for group, wire, is_sharded, (sent_row, taken_s) in kinds:
+    kinds = zip(plan.groups, plan.wires, message_costs(cost, plan), sent_with(trace, cost, plan), strict=True)
+    for group, wire, kind, (sent_row, taken_s) in kinds:
         rows = [row_of[name] for name in group]
         group_ready_s = max(ready_s[row] for row in rows)
         group_bytes = sum(trace.layers[row].grad_bytes for row in rows)
         start_s = max(link_free_s, group_ready_s, alone_s[sent_row] + taken_s)
-        link_free_s = start_s + _duration_s(low if wire else reduce_scatter if is_sharded else cost, group_bytes)
+        link_free_s = start_s + _duration_s(kind, group_bytes)
         messages.append(Span(group, group_bytes, group_ready_s, start_s, link_free_s, wire))
     return _timeline(trace, cost.workers, plan.planner, messages, lags, (gathers, forward))
 
@@ -340,39 +338,6 @@ def gather_waits(trace: ModelTrace, cost: Cost, plan: MergePlan, ends_s: Sequenc
 def _ready_s(trace: ModelTrace, forward: Span) -> list[float]:
     """Return when each gradient is ready after this forward pass, where messages take nothing."""
     return list(accumulate((layer.backward_s for layer in trace.layers), initial=forward.end_s))[1:]
-
-
-def sent_with(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[tuple[int, float]]:
-    """Return for each message the place of the gradient it is sent with, and what messages before it have taken.
-
-    A message is sent when its last gradient is ready and those before it in the plan have been sent.
-    """
-    row_of = {layer.name: row for row, layer in enumerate(trace.layers)}
-    reduce_scatter = sharded_cost(cost)[0]
-    found, row, taken_s = [], 0, 0.0
-    for group, is_sharded in zip(plan.groups, plan.sharded, strict=True):
-        row = max(row, *(row_of[name] for name in group))
-        found.append((row, taken_s))
-        group_bytes = sum(trace.layers[row_of[name]].grad_bytes for name in group)
-        taken_s += taken_by(reduce_scatter if is_sharded else cost, group_bytes)
-    return found
-
-
-def lags_s(trace: ModelTrace, cost: Cost, plan: MergePlan) -> list[float]:
-    """Return by how much each gradient is late, in ready order: what messages took that were sent before it was ready.
-
-    >>> from mgwfbp.cost import LinearCost
-    >>> from mgwfbp.trace import LayerTrace
-    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
-    >>> lags_s(trace, LinearCost(2, 2.0, 0.1, taken_s=1.0), MergePlan.of_sizes(trace, [1, 1, 1]))
-    [0.0, 1.0, 2.0]
-    """
-    # What was taken once the messages of a row were sent is what the message after them finds.
-    after_row = {row: taken_s for (row, _), (_, taken_s) in pairwise(sent_with(trace, cost, plan))}
-    lags = [0.0]
-    for row in range(len(trace.layers) - 1):
-        lags.append(after_row.get(row, lags[-1]))
-    return lags
 
 
 def _duration_s(cost: Cost, num_bytes: int) -> float:
@@ -431,73 +396,3 @@ def _timeline(
         backward.append(Span((layer.name,), layer.grad_bytes, start_s, start_s, end_s + lag_s))
         before_s = end_s
     return Timeline(trace.model, planner, workers, forward, tuple(backward), tuple(messages), gathers)
-
-
-def lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
-    r"""Return a time that no plan's step can undercut.
-
-    Let the message that holds gradient j begin behind gradient i < j. It starts no earlier than :math:`r_j` and what
-    the messages of the first i gradients have taken from the computation, and it and those after it carry the gradients
-    behind i. So for every j
-
-    .. math:: t_{iter} \ge r_j + \min_{i < j} \Big( h [i > 0] + g P_i + T^*(P_L - P_i) \Big)
-
-    with :math:`P_i` the bytes of the first i gradients and :math:`T^*` the cheapest way to send so many bytes,
-    `cheapest_s`. For the last gradient that is T itself: its message is the last.
-
-    Args:
-        trace: when each gradient is ready.
-        cost: what a message takes.
-
-    >>> from mgwfbp.cost import LinearCost
-    >>> from mgwfbp.trace import LayerTrace
-    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
-    >>> lower_bound_s(trace, LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1))
-    12.0
-    """
-    total = trace.grad_bytes
-    bound_s, least_s, last_s, before = 0.0, float("inf"), float("inf"), 0
-    for row, (layer, ready_s) in enumerate(zip(trace.layers, trace.ready_s, strict=True)):
-        taken_s = taken_by(cost, before) if row else 0.0
-        least_s = min(least_s, taken_s + cheapest_s(cost, total - before))
-        last_s = min(last_s, taken_s + cost(total - before))
-        bound_s = max(bound_s, ready_s + least_s)
-        before += layer.grad_bytes
-    return max(bound_s, trace.compute_s + last_s)
-
-
-def sharded_lower_bound_s(trace: ModelTrace, cost: Cost) -> float:
-    r"""Return a time that the period of no plan can undercut whose messages may be reduce-scattered or all-reduced.
-
-    Messages with gradients from j on start no earlier than :math:`r_j` after the start of a backward pass. If such
-    gradients are sharded, what carries them is a reduce-scatter and an all-gather, else an all-reduce; and the last of
-    all these leaves at least :math:`q_j` of the next forward pass: layer j and those that come after it there. So for
-    every j
-
-    .. math:: C \ge r_j + q_j + \min\{ T_{rs}^*(M_j) + T_{ag}^*(M_j),\; T_{ar}^*(M_j) \}
-
-    with :math:`M_j` the bytes of gradients j to L and :math:`T^*` the cheapest way to send so many bytes, `cheapest_s`;
-    for the last gradient that is T itself. It holds for any groups and any order on the link. What messages take from
-    the computation would only add to it, and is left out.
-
-    Args:
-        trace: when each gradient is ready, and what its layer takes in the forward pass.
-        cost: what an all-reduce takes, and its halves as `sharded_cost` has them.
-
-    >>> from mgwfbp.cost import LinearCost
-    >>> from mgwfbp.trace import LayerTrace
-    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(name, 2.0, 10) for name in "cba"))
-    >>> sharded_lower_bound_s(trace, LinearCost(workers=2, startup_s=2.0, per_byte_s=0.1))
-    12.0
-    """
-    reduce_scatter, all_gather = sharded_cost(cost)
-    ready_s = accumulate(layer.backward_s for layer in trace.layers)
-    left_s = accumulate(trace.layer_forward_s)  # q
-    bound_s, left = 0.0, trace.grad_bytes
-    for layer, ready, forward_s in zip(trace.layers, ready_s, left_s, strict=True):
-        sharded_s = cheapest_s(reduce_scatter, left) + cheapest_s(all_gather, left)
-        bound_s = max(bound_s, ready + forward_s + min(sharded_s, cheapest_s(cost, left)))
-        left -= layer.grad_bytes
-    last = trace.layers[-1].grad_bytes
-    last_s = min(reduce_scatter(last) + all_gather(last), cost(last))
-    return max(bound_s, trace.backward_s + trace.forward_s + last_s)

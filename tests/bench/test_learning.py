@@ -2,7 +2,7 @@
 
 from mgwfbp import Span, Timeline
 from mgwfbp.bench.learning import after_backward, undisturbed
-from mgwfbp.runtime.steps import AgreedSteps
+from mgwfbp.runtime.observe.steps import AgreedSteps
 
 
 def timeline(*messages: tuple[int, float, float, float]) -> Timeline:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgwfbp.cli.children import free_port
-from mgwfbp.runtime.gloo import destroy_process_group
+from mgwfbp.runtime.messages.gloo import destroy_process_group
 from tests.runtime.launch import Scenario, run_ranks, run_scenarios
 
 ROOT = Path(__file__).parents[2]

@@ -27,10 +27,10 @@ from mgwfbp import (
     measure_backward,
 )
 from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, reduce_values, together
-from mgwfbp.measure.allreduce import measure_halves
+from mgwfbp.measure.allreduce import measure_halves, measure_wire
 from mgwfbp.measure.halves import all_gather, reduce_scatter
 from mgwfbp.measure.workload import Workload, build_workload, default_loss
-from mgwfbp.runtime.gloo import destroy_process_group
+from mgwfbp.runtime.messages.gloo import destroy_process_group
 from tests.measure.models import SlowMiddle, tiny_transformer
 
 
@@ -87,6 +87,30 @@ def halves_of_some() -> dict[str, Any]:
 
 def halves_on_a_gpu_over_gloo() -> dict[str, Any]:
     return {"cost": measure_halves(device="cuda", max_bytes=2**12).to_json()}
+
+
+def low_precision() -> dict[str, Any]:
+    """Of all ranks, and of two of them."""
+    costs, two = (
+        {"all": measure_wire("float16", max_bytes=4000, budget_s=60.0, max_rounds=3).to_json()},
+        dist.new_group([0, 1]),
+    )
+    if isinstance(two, dist.ProcessGroup):  # on its members
+        costs["two"] = measure_wire(group=two, max_bytes=4000, budget_s=60.0, max_rounds=3).to_json()
+    dist.barrier()
+    return costs
+
+
+def low_precision_of_some() -> dict[str, Any]:
+    return {"cost": measure_wire(("bfloat16", "float16")[dist.get_rank() % 2], max_bytes=2**12).to_json()}
+
+
+def unknown_precision() -> dict[str, Any]:
+    return {"cost": measure_wire("int8", max_bytes=2**12).to_json()}
+
+
+def low_precision_on_a_gpu_over_gloo() -> dict[str, Any]:
+    return {"cost": measure_wire(device="cuda", max_bytes=2**12).to_json()}
 
 
 def rows_by_hand() -> dict[str, Any]:
@@ -201,6 +225,10 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "element_types": element_types,
     "halves": halves,
     "halves_of_some": halves_of_some,
+    "low_precision": low_precision,
+    "low_precision_of_some": low_precision_of_some,
+    "unknown_precision": unknown_precision,
+    "low_precision_on_a_gpu_over_gloo": low_precision_on_a_gpu_over_gloo,
     "halves_on_a_gpu_over_gloo": halves_on_a_gpu_over_gloo,
     "rows_by_hand": rows_by_hand,
     "different_types": different_types,

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from mgwfbp import MergePlan, ModelTrace, PiecewiseCost, load_cost
 from mgwfbp.cli import run
-from mgwfbp.costs import ShardedCost
-from mgwfbp.planners import find_sharded_plan
+from mgwfbp.costs import ShardedCost, WireCost
+from mgwfbp.planners import find_sharded_plan, find_wire_plan
 from tests.commands import ENVIRONMENT, LAUNCHER, mgwfbp
 from tests.measure.models import factory
 
@@ -107,6 +107,31 @@ def test_what_is_measured_makes_a_plan_for_a_sharded_optimizer_and_nothing_is_as
     assert "taken" not in planned.stderr
     found = find_sharded_plan(ModelTrace.load("trace.json"), cost)
     assert MergePlan.load("plan.json") == found
+
+
+def test_what_is_measured_in_low_precision_makes_a_plan_of_both_and_nothing_is_assumed() -> None:
+    assert run(["measure", "backward", *FACTORY, "--steps", "2", "-o", "trace.json"]) == 0
+    options = ("--workers", "2", "--budget", "0.5", "--max-mb", "0.01", "--wire", "bfloat16")
+    done = mgwfbp("measure", "allreduce", *options, "-o", "cost.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("mean error") == 2
+    both = WireCost.load("cost.json")
+    assert {part.source["network"] for part in (both.full, both.low)} == {"gloo on one machine"}
+    assert load_cost("cost.json") == both.full
+    files = ("--trace", "trace.json", "--cost", "cost.json", "--wire", "bfloat16", "--wire-cost", "cost.json")
+    planned = mgwfbp("plan", *files, "-o", "plan.json")
+    assert planned.returncode == 0, planned.stderr
+    assert "taken to cost" not in planned.stderr
+    assert MergePlan.load("plan.json") == find_wire_plan(ModelTrace.load("trace.json"), both)
+    other = mgwfbp("compare", *files[:4], "--wire", "float16", "--wire-cost", "cost.json")
+    assert other.returncode == 2
+    assert "is of bfloat16, and --wire is float16" in " ".join(other.stderr.replace("│", "").split())
+
+
+def test_low_precision_goes_with_all_reduces_of_float32_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (["--halves"], ["--dtype", "bfloat16"]):
+        assert run(["measure", "allreduce", "--workers", "2", "--wire", "bfloat16", *more]) == 2
+        assert "goes with all-reduces of float32 only" in capsys.readouterr().err
 
 
 def test_backward_between_local_workers_writes_one_trace() -> None:

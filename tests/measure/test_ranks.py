@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mgwfbp import ModelTrace, PiecewiseCost
-from mgwfbp.costs import ShardedCost
+from mgwfbp.costs import ShardedCost, WireCost
 from tests.forking import run_module
 
 Results = list[dict[str, Any] | None]
@@ -35,7 +35,8 @@ def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     scenarios = ("different_models", "different_settings", "no_time", "large", "one_fails", "sparse", "slowest")
     types = ("element_types", "different_types", "a_type_of_no_gradient")
     halves = ("halves", "halves_of_some", "halves_on_a_gpu_over_gloo", "rows_by_hand")
-    return run_well(folder, 3, *scenarios, *types, *halves)
+    low = ("low_precision", "low_precision_of_some", "unknown_precision", "low_precision_on_a_gpu_over_gloo")
+    return run_well(folder, 3, *scenarios, *types, *halves, *low)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -110,11 +111,39 @@ def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(of_three: dict[str
 def test_halves_that_not_all_ranks_want_or_that_cannot_be_sent_are_refused(of_three: dict[str, list[Any]]) -> None:
     for result in of_three["halves_of_some"]:
         assert "rank 0 was given max_bytes=4096" in result["error"]
-        assert "halves=True, dtype=float32, rank 1 max_bytes=4096" in result["error"]
+        assert (
+            "kinds=allreduce and reduce_scatter and all_gather, dtype=float32, rank 1 max_bytes=4096" in result["error"]
+        )
     for result in of_three["halves_on_a_gpu_over_gloo"]:
         assert result["error"] == (
             "a sharded optimizer on cuda sends over nccl, and the backend is gloo: measure there, or without the halves"
         )
+
+
+def test_messages_in_low_precision_are_measured_at_the_sizes_of_all_reduces(of_three: dict[str, list[Any]]) -> None:
+    first, second, third = of_three["low_precision"]
+    assert first == second
+    assert third == {"all": first["all"]}
+    for name, workers, wire in (("all", 3, "float16"), ("two", 2, "bfloat16")):
+        cost = WireCost.from_json(first[name])
+        assert (cost.workers, cost.wire) == (workers, wire)
+        assert [part.source["measured"] for part in (cost.full, cost.low)] == ["allreduce", f"allreduce in {wire}"]
+        for part in (cost.full, cost.low):
+            assert (part.source["dtype"], part.source["rounds"]) == ("float32", 3)  # of the gradients
+            assert [size for size, _ in part.source["streamed"]] == [*(4 * 2**power for power in range(10)), 4000]
+            assert all(time_s > 0 for _, time_s in part.source["streamed"])
+        assert cost.full.source["streamed"] != cost.low.source["streamed"]
+
+
+def test_low_precision_that_ranks_do_not_agree_on_or_that_cannot_be_sent_is_refused(
+    of_three: dict[str, list[Any]],
+) -> None:
+    for result in of_three["low_precision_of_some"]:
+        assert "kinds=allreduce and allreduce in bfloat16, dtype=float32, rank 1" in result["error"]
+    for result in of_three["unknown_precision"]:
+        assert result["error"] == "wire is 'int8', expected one of bfloat16, float16"
+    for result in of_three["low_precision_on_a_gpu_over_gloo"]:
+        assert result["error"].startswith("a model with wire= on cuda sends over nccl, and the backend is gloo")
 
 
 def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> None:

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 
-from mgwfbp import LinearCost, ModelTrace, find_plan, load_network, predict
+from mgwfbp import LinearCost, ModelTrace, find_plan, load_network, load_trace, predict
 from mgwfbp.report.cases import Case, CaseStrategy, StepRow, step_rows
 from mgwfbp.report.chart import NUM_COLORS, STRATEGY_COLORS, colors_of
 from mgwfbp.report.curves import allreduce_chart, run_charts
@@ -59,6 +60,23 @@ def test_a_step_is_computation_and_what_sticks_out() -> None:
         )
         assert row.compute_s + row.exposed_s == pytest.approx(row.iteration_s)
         assert row.speedup == pytest.approx(step.speedup)
+
+
+def test_rows_and_timelines_agree_where_messages_take_from_the_computation() -> None:
+    cost = replace(COST, taken_s=2e-3, taken_per_byte_s=1e-11)
+    (case,) = find_cases(Inputs(traces=(("t", TRACE),), costs=(("c", cost),)))
+    rows = step_rows(case)
+    for row, strategy in zip(rows, case.strategies, strict=True):
+        step = predict(TRACE, cost, find_plan(TRACE, cost, strategy.name))
+        assert (row.efficiency, row.speedup) == pytest.approx((step.efficiency, step.speedup))
+        assert (row.compute_s, row.taken_s) == pytest.approx((TRACE.compute_s, step.taken_s))
+        assert row.compute_s + row.taken_s + row.exposed_s == pytest.approx(row.iteration_s)
+    chart = breakdown_chart(case)
+    heights = [sum(height for _, height in parts) for parts in zip(*(one.points for one in chart.series), strict=True)]
+    assert heights == pytest.approx([row.iteration_s for row in rows])
+    column = chart.table.titles.index("taken")
+    assert [line[column] for line in chart.table.rows] == [format_seconds(row.taken_s) for row in rows]
+    assert "taken" not in breakdown_chart(planned_case()).table.titles
 
 
 def test_the_breakdown_shows_every_strategy_once_and_its_parts_add_up() -> None:
@@ -203,6 +221,14 @@ def test_a_timeline_of_another_model_is_a_case_of_its_own() -> None:
 
 def test_the_example_of_each_case_is_of_that_case() -> None:
     assert [timeline.case for _, timeline in example_cases()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [5, 6, 8, 9])
+def test_figures_of_googlenet_are_of_its_authors_times_and_say_so(number: int) -> None:
+    assert "googlenet: by the paper's authors, K80" in paper_figure(number).note
+    analytic = load_trace("googlenet-k80-b64")
+    given = paper_figure(number, Inputs(traces=(("mine", analytic),)))
+    assert f"googlenet: analytic, k80 ({analytic.source['caution']})" in given.note
 
 
 @pytest.mark.parametrize("number", FIGURES)

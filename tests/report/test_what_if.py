@@ -27,6 +27,7 @@ from mgwfbp import (
     load_trace,
     predict,
 )
+from mgwfbp.costs import WireCost
 from mgwfbp.network import ALGORITHMS
 from mgwfbp.planners import find_sharded_plan, plan_bucket
 from mgwfbp.report import Inputs, find_cases, load_inputs
@@ -169,7 +170,14 @@ def random_sharded_plan(chance: random.Random, trace: ModelTrace) -> MergePlan:
     return MergePlan("random", "by hand", tuple(chance.sample(groups, len(groups))), gathers=tuple(gathers))
 
 
-def test_the_pages_step_of_a_plan_with_gathers_is_pythons(tab: Tab) -> None:
+def random_mixed_plan(chance: random.Random, trace: ModelTrace) -> MergePlan:
+    """Any groups of neighbours in any order, some of them in low precision."""
+    groups = random_groups(chance, [layer.name for layer in trace.layers])
+    wire = tuple(chance.choice(["", "bfloat16"]) for _ in groups)
+    return MergePlan("random", "by hand", tuple(chance.sample(groups, len(groups))), wire=wire)
+
+
+def test_the_pages_step_of_a_plan_with_gathers_or_low_precision_is_pythons(tab: Tab) -> None:
     chance = random.Random(11)
     cases, expected = [], []
     for number in range(300):
@@ -186,14 +194,17 @@ def test_the_pages_step_of_a_plan_with_gathers_is_pythons(tab: Tab) -> None:
         cost = random_cost(chance, 1.0, curved=number % 2 == 0)
         if number % 3:
             cost = replace(cost, taken_s=chance.random() * 0.3, taken_per_byte_s=chance.random() * 1e-9)
-        plan = random_sharded_plan(chance, trace)
+        low = replace(random_cost(chance, 1.0, curved=number % 4 == 0), taken_s=chance.random(), workers=cost.workers)
+        plan = random_mixed_plan(chance, trace) if number % 5 == 0 else random_sharded_plan(chance, trace)
         found = WhatIf("t", trace, cost, None, {}, "", {"p": plan}).to_json()
-        cases.append({"model": found["model"], "cost": cost_json(cost), "plan": found["sharded"][0]})
-        step = predict(trace, cost, plan)
+        parts = {"cost": cost_json(cost), "low": cost_json(low)}
+        cases.append({"model": found["model"], "plan": found["given"][0], **parts})
+        step = predict(trace, WireCost(cost, low), plan)
         expected.append([step.iteration_s, step.exposed_s, step.speedup])
     measure = """;
-        return cases.map(({model, cost, plan}) => {
-            const step = predictSharded(model, scaledCost(cost, cost.workers, 1, 1), plan);
+        return cases.map(({model, cost, low, plan}) => {
+            const [full, half] = [cost, low].map((one) => scaledCost(one, one.workers, 1, 1));
+            const step = predictGiven(model, full, half, plan);
             return [step.iteration_s, step.exposed_s, step.speedup];
         });
     }"""

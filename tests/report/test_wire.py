@@ -252,6 +252,7 @@ def test_curves_over_workers_have_the_plan_of_both_precisions_unless_its_cost_wa
         (scaling,) = [group for group in json.loads(records)["groups"] if group["id"] == "scaling"]
         found = {series["name"]: series["points"] for series in scaling["charts"][0]["series"]}
         counted.append("optimal+bf16" in found)
+        assert ("optimal+bf16 is left out of the curves" in " ".join(scaling["summary"])) != counted[-1]
         if counted[-1]:
             cost = load_network("10gbe").cost(8)
             expected = predict(TRACE, cost, plan_wire(TRACE, cost)).speedup
@@ -336,6 +337,34 @@ def test_what_if_all_messages_were_in_bfloat16_is_what_python_plans_with_half_th
     assert {name: shown_s(tab, name) for name in PLANNERS} == begun
     assert tab.page.locator("#what-if path.low").count() == 0
     tab.check()
+
+
+def test_what_if_takes_the_measured_cost_and_has_the_plan_of_both_precisions_as_it_is(tab: Tab, tmp_path: Path) -> None:
+    inputs = Inputs((("t", TRACE),), (("c", COST),), lows=(("c", WireCost(COST, LOW, "bfloat16")),))
+    tab.open(write_page(tmp_path, replace(inputs, plans=(("p.json", PLAN),))))
+    both = WireCost(COST, LOW)
+    row = tab.page.locator("#what-if tr[data-planner^='p.json']")
+    step = predict(TRACE, both, PLAN)
+    assert float(row.get_attribute("data-iteration")) == step.iteration_s
+    cells = row.locator("td").all_inner_texts()
+    assert cells[-2:] == [format_bytes(step.sent_bytes), f"{step.low_bytes / step.grad_bytes:.0%}"]
+    tab.page.locator("#what-if-precision").select_option("bfloat16")
+    for name in PLANNERS:
+        assert shown_s(tab, name) == predict(TRACE, LOW, find_plan(TRACE, LOW, name)).iteration_s
+    assert "were measured, conversions included" in tab.page.locator("#what-if .reading").inner_text()
+    tab.check()
+
+
+def test_a_cost_that_holds_both_precisions_is_reported_with_both(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = WireCost(COST, LOW, "bfloat16")
+    both.save(folder / "both.json")
+    assert run(["report", "trace.json", "both.json", "--wire", "bfloat16"]) == 0
+    shown = capsys.readouterr()
+    step = predict(TRACE, both, find_wire_plan(TRACE, both))
+    assert f"step {format_seconds(step.iteration_s)}, exposed" in shown.out.partition("optimal+bf16, predicted")[2]
+    assert shown.err == ""
 
 
 def test_the_page_halves_costs_as_python_does(tab: Tab) -> None:

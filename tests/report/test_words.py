@@ -36,11 +36,31 @@ def bottleneck(cost: KnownCost) -> str:
         (LinearCost(4, 1e-6, 1e-7), "bandwidth"),
         (LinearCost(4, 0.5, 1e-12), "start-up times"),
         (LinearCost(4, 1e-4, 1.6e-9), "the way gradients are merged"),
+        (
+            LinearCost(4, 1e-6, 2e-9, taken_per_byte_s=2e-9),
+            "what starting and copying messages takes from the computation",
+        ),
     ],
 )
 def test_the_bottleneck_is_what_would_save_most(cost: LinearCost, expected: str) -> None:
     assert bottleneck(cost) == expected
     assert f"The bottleneck is {expected}." in summarize(case_of(cost))
+
+
+def test_what_messages_take_is_named_with_what_it_would_save() -> None:
+    cost = LinearCost(4, 1e-6, 2e-9, taken_per_byte_s=2e-9)
+    row = find_current(case_of(cost), step_rows(case_of(cost)))
+    assert row.taken_s > 0
+    words = " ".join(summarize(case_of(cost)))
+    share = f"{format_seconds(row.taken_s)} of it ({row.taken_s / row.iteration_s:.0%})"
+    assert f"{share} is what starting and copying messages takes from the computation" in words
+    assert "With messages that take nothing from the computation the best plan" in words
+
+
+def test_sizes_that_are_planned_as_padded_are_named() -> None:
+    cost = LinearCost(4, 1e-4, 1e-9, {"padded": [[16384, 2.8e-3]]})
+    assert any(sentence.startswith("Larger messages are faster than") for sentence in summarize(case_of(cost)))
+    assert not any("padded" in sentence for sentence in summarize(case_of(replace(cost, source={}))))
 
 
 def test_without_a_cost_the_bottleneck_is_communication_and_no_more_is_said() -> None:

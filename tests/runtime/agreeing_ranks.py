@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from mgwfbp.runtime.learn import learn_trace
-from mgwfbp.runtime.observe import ObservedMessage, ObservedStep
-from mgwfbp.runtime.steps import Gradients, PackedSteps
+from mgwfbp.runtime.observe.learn import learn_trace
+from mgwfbp.runtime.observe.observer import ObservedMessage, ObservedStep
+from mgwfbp.runtime.observe.steps import Gradients, PackedSteps
 from tests.runtime.launch import be_rank
 from tests.runtime.odd_ranks import Deep
 from tests.runtime.tuner_ranks import tuned, vectors

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import MergePlan, measure_backward
-from mgwfbp.runtime.reducer import ReducerHandle
+from mgwfbp.runtime.reducer.handle import ReducerHandle
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Mlp
 

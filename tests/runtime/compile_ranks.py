@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, MergePlan
-from mgwfbp.runtime.compile_private import missing
+from mgwfbp.runtime.reducer.compile_private import missing
 from mgwfbp.runtime.strategies import parallel, plan_for
 from tests.runtime.launch import be_rank
 

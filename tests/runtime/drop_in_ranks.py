@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel
-from mgwfbp.runtime.reducer import collectives_of
+from mgwfbp.runtime.reducer.handle import collectives_of
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Mlp
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp
 from mgwfbp import DistributedDataParallel, MeasureError
-from mgwfbp.runtime.stand_ins import ObservedGroup
+from mgwfbp.runtime.messages.stand_ins import ObservedGroup
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse
 from tests.runtime.tuner_ranks import tuned, vectors

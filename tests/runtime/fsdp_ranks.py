@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mgwfbp
 from mgwfbp import FsdpPlan, MgwfbpError
-from mgwfbp.fsdp import ROOT, units_of_names
+from mgwfbp.fsdp_units import ROOT, units_of_names
 from tests.runtime.launch import be_rank
 
 STEPS = 4
@@ -100,9 +100,9 @@ class Containers(nn.Module):
 
 
 class Partly(nn.Module):
-    """An attention of which only a part is trained that is never called, and a frozen module."""
+    """A frozen module, and an attention of which only a part is trained that is never called."""
 
-    units = ("attention.out_proj", "head")
+    units: tuple[str, ...] = ("stem", "attention", "head")
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +113,12 @@ class Partly(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         return self.head(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
+
+
+class PartlyPlanned(Partly):
+    """The same, by a plan of a trace that has no frozen parameters."""
+
+    units = ("attention.out_proj", "head")
 
 
 class Shared(nn.Module):
@@ -275,13 +281,11 @@ def heard(work: Callable[[], Any]) -> tuple[list[str], Any]:
 def odd() -> dict[str, Any]:
     """Models with what cannot be wrapped by itself, what is said of it, and what they learn, beside torch's."""
     found = {}
-    kinds: tuple[Any, ...] = (Blocks, Transformer, Containers, Partly, Shared)
+    kinds: tuple[Any, ...] = (Blocks, Transformer, Containers, Partly, PartlyPlanned, Shared)
     for kind in kinds:
-        units = list(
-            dict.fromkeys(
-                units_of_names([name for name, one in kind().named_parameters() if one.requires_grad]).values()
-            )
-        )
+        every = kind is not PartlyPlanned
+        names = [name for name, one in kind().named_parameters() if every or one.requires_grad]
+        units = list(dict.fromkeys(units_of_names(names).values()))
         way = Way(kind, optim.AdamW, {"lr": 0.01})
         model, optimizer = make(way, None)
         expected = train(way, model, optimizer), whole(model)

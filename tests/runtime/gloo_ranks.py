@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import measure_allreduce
-from mgwfbp.runtime import gloo
+from mgwfbp.runtime.messages import gloo
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Mlp
 

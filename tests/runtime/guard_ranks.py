@@ -1,11 +1,13 @@
 """What one rank does in the tests of unusual models: ``python -m tests.runtime.guard_ranks FOLDER SCENARIO ...``."""
 
 import gc
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,8 +16,11 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.nn.utils import prune
 
 from mgwfbp import DistributedDataParallel
+from mgwfbp.runtime.reducer.handle import ReducerHandle, collectives_of
+from mgwfbp.runtime.tune.drift import Drift
+from mgwfbp.runtime.tune.refusals import unfit_for_tuning
 from tests.runtime.launch import be_rank
-from tests.runtime.models import make_plan
+from tests.runtime.models import Mlp, make_plan
 from tests.runtime.odd_ranks import Deep
 from tests.runtime.tuner_ranks import left_on, tuned, vectors
 
@@ -143,14 +148,92 @@ def replanned_static() -> dict[str, Any]:
 
 
 def generic_join() -> dict[str, Any]:
-    """Joined by torch's own context, whose end nobody can see."""
+    """Joined by torch's own context; then a block of `join` that ends with an exception on all ranks."""
     model = tuned(Deep())
     for number in range(12):
         loss_of(model, number).backward()
     with Join([model]):
         for number in range(3 + dist.get_rank()):
             loss_of(model, number).backward()
-    return {"state": model.tuning.state, "reason": model.tuning.reason, "left": left_on(model)}
+        inside = model.tuning.reason
+    found: dict[str, Any] = {"inside": inside, "state": model.tuning.state}
+    before = collectives_of(dist.group.WORLD) or (lambda: 0)
+    counts = []
+    for wrapped in (model, StockDdp(Deep())):
+        for number in range(3):  # torch makes its final buckets in one of them
+            loss_of(wrapped, number).backward()
+        count = before()
+        loss_of(wrapped, 1)
+        counts.append(before() - count)  # nobody is asked whether it has run out of data
+    found["asks"] = counts
+    model.replan(plan := make_plan(model.module, 3))
+    found["replanned"] = model.plan == plan
+    model.replan(None)
+    with pytest.raises(ZeroDivisionError), model.join(throw_on_early_termination=False):
+        raise ZeroDivisionError
+    model.replan(plan)
+    return {**found, "after exception": [model.plan == plan, model.tuning.reason], "left": left_on(model)}
+
+
+def by_hand(model: Any, number: int) -> None:
+    """Gradients are averaged though the forward pass does not know it, as in Lightning's manual optimisation."""
+    model.require_backward_grad_sync = False
+    output = model(vectors(number)[0])
+    model.require_backward_grad_sync = True
+    model.reducer.prepare_for_backward([])
+    output.square().mean().backward()
+
+
+def evaluated(model: Any, number: int) -> None:
+    """A model that is trained in eval(), for its statistics; and looked at in between."""
+    model.eval()
+    loss_of(model, number).backward()
+    with torch.no_grad():
+        loss_of(model, number)
+
+
+def towers(model: Any, number: int) -> None:
+    sum(loss_of(model, number + tower) for tower in range(3)).backward()  # type: ignore[union-attr]
+
+
+def counted() -> dict[str, Any]:
+    """How many steps of 6 a watch for change counts that begins after the first, in several ways to train."""
+    found = {}
+    for way in (by_hand, evaluated, towers, accumulated, by_forward):
+        model = DistributedDataParallel(Mlp(), plan=make_plan(Mlp(), 3))
+        way(model, 0)
+        assert model._handle is not None
+        count = model._handle.collectives
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if count is None:  # older torch
+            return {}
+        drift = model._self_tuning.drift = Drift(store, 1, 2, count, lambda: None)
+        for number in range(6):
+            way(model, number)
+        found[way.__name__] = drift._steps
+    return found
+
+
+def captured() -> dict[str, Any]:
+    """A model that is captured in a CUDA graph while a plan is on trial, as far as it can be told it is."""
+    model = tuned(Deep())
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        if model.plan is not None and model.plan.planner == "on trial" and number > 20:
+            break
+    tuner, groups = model._self_tuning.tuner, model.plan.groups if model.plan else None
+    assert tuner is not None
+    tuner.device = torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        loss_of(model, 0).backward()
+    plan = model.plan
+    return {
+        "reason": model.tuning.reason,
+        "planner": plan.planner if plan else None,
+        "same": plan is not None and plan.groups == groups,
+        "left": left_on(model),
+    }
 
 
 def deleted() -> dict[str, Any]:
@@ -249,6 +332,69 @@ def not_tuned() -> dict[str, Any]:
     }
 
 
+def beside_stock() -> dict[str, Any]:
+    """Collectives of a construction with tune=False and with torch's class; then a job with both, a rank each."""
+    calls = collectives_of(dist.group.WORLD) or (lambda: 0)  # older torch does not count ours
+    made = []
+    for wrapper in (StockDdp, untuned):
+        before = calls()
+        wrapper(Deep())
+        made.append(calls() - before)
+    ways: list[list[Callable[..., Any]]] = [[StockDdp, StockDdp], [StockDdp, untuned], [untuned, StockDdp]]
+    results: list[list[Tensor]] = []
+    for way in ways:
+        torch.manual_seed(1)
+        model = way[dist.get_rank()](Deep())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(5):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+        results.append([parameter.detach() for parameter in model.parameters()])
+    same = [all(torch.equal(a, b) for a, b in zip(results[0], some, strict=True)) for some in results[1:]]
+    return {"collectives": made, "same": same}
+
+
+def untuned(module: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(module, tune=False)
+
+
+def profiled() -> dict[str, Any]:
+    """The marks of tuning in anybody's profile."""
+    model = tuned(Deep())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for number in range(STEPS):
+            loss_of(model, number).backward()
+        model.replan(make_plan(model.module, 3))
+    return {"marks": sorted({event.key for event in profile.key_averages() if event.key.startswith("mgwfbp")})}
+
+
+def elsewhere() -> dict[str, Any]:
+    """Torch's class takes models on several devices on GPUs only; here a handle is shown one parameter elsewhere."""
+    model = untuned(Deep())
+    handle = ReducerHandle(model)
+    before = unfit_for_tuning(handle)
+    handle.parameters[0] = nn.Parameter(handle.parameters[0].to("meta"))
+    found = {"before": before, "after": unfit_for_tuning(handle)}
+    if "init_sync" in inspect.signature(StockDdp.__init__).parameters:  # gloo sends nothing of this device
+        found["untimed"] = DistributedDataParallel(Deep().to("meta"), init_sync=False).tuning.reason
+    return found
+
+
+def several_devices() -> dict[str, Any]:
+    """A model whose halves are on two GPUs."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8).to("cuda:0"), nn.Linear(8, 6).to("cuda:1")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x.to("cuda:0"))).to("cuda:1"))  # type: ignore[no-any-return]
+
+    return beside(lambda model, number: loss_of(model, number).backward(), Halves)
+
+
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -286,11 +432,17 @@ SCENARIOS = {
     "ways": ways,
     "replanned_static": replanned_static,
     "generic_join": generic_join,
+    "captured": captured,
+    "counted": counted,
     "deleted": deleted,
     "two_models": two_models,
     "compiled_meanwhile": compiled_meanwhile,
     "subgroup": subgroup,
     "not_tuned": not_tuned,
+    "beside_stock": beside_stock,
+    "profiled": profiled,
+    "elsewhere": elsewhere,
+    "several_devices": several_devices,
     "tensor_parallel": tensor_parallel,
 }
 

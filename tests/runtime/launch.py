@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgwfbp.runtime.gloo import destroy_process_group, init_process_group
+from mgwfbp.runtime.messages.gloo import destroy_process_group, init_process_group
 from tests.forking import run_module
 
 Scenario = Callable[[], dict[str, Any]]

@@ -1,6 +1,7 @@
 """What one nccl rank does: ``mgwfbp lab --hosts 2 --rate 1gbit -- python -m tests.runtime.nccl_ranks FOLDER``."""
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
-import mgwfbp.runtime.rows
-from mgwfbp import DistributedDataParallel, MergePlan, ShardedOptimizer
+import mgwfbp
+import mgwfbp.runtime.rows.shards
+from mgwfbp import DistributedDataParallel, FsdpPlan, MergePlan, ShardedOptimizer
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
 from tests.runtime.wire_ranks import by_hand
@@ -89,28 +92,115 @@ def low_precision(wire: str) -> dict[str, Any]:
     return {"low": len(low), "wrong": wrong}
 
 
-def sharded(*, late: bool) -> float:
-    """Return how far training with a sharded optimizer ends from torch's class, with gathers that come late."""
-    rows: Any = mgwfbp.runtime.rows
-    stock = rows.all_gather
+def sharded(late: str) -> float:
+    """Return how far training with a sharded optimizer ends from torch's class, with messages that come late.
 
-    def all_gather(*arguments: Any) -> None:
-        torch.cuda._sleep(50_000_000)
-        stock(*arguments)
+    By about 30 ms of the GPU, or, at random, by another time on each rank, before and after both kinds are sent. Then
+    parameters are also read, and the model run, between steps.
+    """
+    shards: Any = mgwfbp.runtime.rows.shards
+    stock = {name: getattr(shards, name) for name in ("all_gather", "reduce_scatter")}
+    draw = random.Random(dist.get_rank())
+
+    def delay(most: int) -> None:
+        torch.cuda._sleep(most if late == "late" else draw.randrange(most))
+
+    def slow(send: Callable[..., None], *arguments: Any) -> None:
+        delay(50_000_000)
+        send(*arguments)
+        if late == "at random":
+            delay(50_000_000)
 
     expected = train(StockDdp(build()), STEPS)[1::2]
     module = build()
     model = DistributedDataParallel(module, plan=make_plan(module, 2))
     optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
-    rows.all_gather = all_gather if late else stock
+    for name in {"in time": (), "late": ("all_gather",), "at random": tuple(stock)}[late]:
+        setattr(shards, name, partial(slow, stock[name]))
     data = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean().backward()
         optimizer.step()
+        if late == "at random":
+            copied = [value.clone() for value in module.state_dict().values()]
+            with torch.no_grad():
+                model(torch.ones(1, WIDTH).cuda())
+            assert all(torch.equal(a, b) for a, b in zip(copied, module.state_dict().values(), strict=True))
     got = [one.detach() for one in module.parameters()]
-    rows.all_gather = stock
+    for name, send in stock.items():
+        setattr(shards, name, send)
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True))
+
+
+def two_streams() -> list[bool]:
+    """Read a late parameter on a side stream first, then on the one that the optimizer ran on.
+
+    Both wait for the gather and for what writes the parameter, whichever asks first: they see the same, and what is
+    there once everything has ended.
+    """
+    shards: Any = mgwfbp.runtime.rows.shards
+    stock = shards.all_gather
+
+    def slow(*arguments: Any) -> None:
+        torch.cuda._sleep(50_000_000)
+        stock(*arguments)
+
+    module = build()
+    model = DistributedDataParallel(module, plan=make_plan(module, 2))
+    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
+    side, found = torch.cuda.Stream(), []
+    shards.all_gather = slow
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+        model(x).square().mean().backward()
+        optimizer.step()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            there = [one.detach().clone() for one in module.parameters()]
+        here = [one.detach().clone() for one in module.parameters()]
+        torch.cuda.synchronize()
+        ended = list(module.parameters())
+        found += [all(torch.equal(a, b) for a, b in zip(some, ended, strict=True)) for some in (there, here)]
+    shards.all_gather = stock
+    return found
+
+
+def fully_sharded(wrap: Callable[[nn.Module], object]) -> list[float]:
+    """Return the losses of a model under FSDP2."""
+    model = build()
+    wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fsdp() -> dict[str, Any]:
+    """Losses of FSDP2 wrapped by block, by a plan that is made on the spot, and by one that has most in one group."""
+    from torch.distributed.fsdp import fully_shard
+
+    def by_block(model: nn.Module) -> None:
+        for block in model:  # type: ignore[attr-defined]
+            if isinstance(block, nn.Linear):
+                fully_shard(block)
+        fully_shard(model)
+
+    batch = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(9)).cuda()
+    plan = FsdpPlan("toy", (("0", "2"), ("4",)), (True, False), 2, 1)
+    return {
+        "by block": fully_sharded(by_block),
+        "measured": fully_sharded(
+            partial(mgwfbp.fully_shard, batch=batch, loss_fn=lambda output: output.square().mean())
+        ),
+        "planned": fully_sharded(partial(mgwfbp.fully_shard, plan=plan)),
+    }
 
 
 def main() -> None:
@@ -122,7 +212,9 @@ def main() -> None:
     plan = make_plan(build(), 2)
     found["compiled"] = distance(partial(compiled, plan=plan))
     found["low precision"] = {wire: low_precision(wire) for wire in ("bfloat16", "float16")}
-    found["sharded"] = {name: sharded(late=name == "late") for name in ("in time", "late")}
+    found["sharded"] = {name: sharded(name) for name in ("in time", "late", "at random")}
+    found["two streams"] = two_streams()
+    found["fsdp"] = fsdp() if hasattr(torch.distributed.fsdp, "fully_shard") else None
     found["observed"] = {name: observed(name) for name in ("naive", "ps", "wfbp")}
     found["bytes"] = sum(parameter.nbytes for parameter in build().parameters())
     Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

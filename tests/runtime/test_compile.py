@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp.runtime.compile_private import cut_after, missing
+from mgwfbp.runtime.reducer.compile_private import cut_after, missing
 from tests.runtime.compile_ranks import plan_of
 from tests.runtime.launch import run_ranks
 

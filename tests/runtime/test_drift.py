@@ -3,12 +3,13 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from mgwfbp import MergePlan
-from mgwfbp.runtime.drift import AHEAD, ASK_EVERY, LASTING, WINDOW, Drift, StepLengths
-from mgwfbp.runtime.tuning import Candidate, Tuning
+from mgwfbp.runtime.tune.drift import AHEAD, ASK_EVERY, LASTING, WINDOW, Drift, StepLengths
+from mgwfbp.runtime.tune.tuning import Candidate, Tuning
 
 
 def steps_until_changed(lengths_s: list[float]) -> int | None:
@@ -67,8 +68,12 @@ class Rank:
     def _begin(self) -> None:
         self.began_at = self.steps
 
-    def step(self, length_s: float, collectives: int | None = None) -> None:
-        self.drift.before_step()
+    def step(self, length_s: float, collectives: int | None = None, *, forwards: int = 1) -> None:
+        """Run a step, whose length is that of its messages, after so many forward passes that send buffers."""
+        for _ in range(forwards):
+            self.drift.before_forward()
+            self.count += forwards > 1
+            self.drift.after_forward()
         self.steps += 1
         self.now_s += length_s
         self.count += self.per_step if collectives is None else collectives
@@ -112,13 +117,92 @@ def test_ranks_that_count_collectives_differently_do_not_begin_and_say_so(offset
     assert all("count their messages differently" in rank.drift.problem for rank in ranks)
 
 
-def test_ranks_that_count_steps_differently_do_not_begin() -> None:
-    # One rank has begun a step that came to nothing.
+def test_a_step_of_one_rank_that_comes_to_nothing_is_none() -> None:
     store = MemoryStore()
     ranks = [Rank(store, rank, 3) for rank in range(3)]
     ranks[2].step(0.1, collectives=0)
     train(ranks, [0.1] * 400 + [0.2] * 1500, random.Random(1))
-    assert {rank.began_at for rank in ranks} == {None}
+    began = {rank.drift._steps for rank in ranks}
+    assert len(began) == 1
+    assert all(rank.began_at is not None for rank in ranks)
+
+
+def test_forward_passes_that_share_a_reduction_are_one_step_whose_length_is_seen() -> None:
+    # Three forward passes take nothing beside the messages: the median forward pass would tell nothing of the link.
+    store = MemoryStore()
+    ranks = [Rank(store, rank, 2) for rank in range(2)]
+    for length_s in [0.1] * 400 + [0.2] * 1000:
+        for rank in ranks:
+            if rank.began_at is None:
+                rank.step(length_s, forwards=3)
+    assert ranks[0].began_at == ranks[1].began_at is not None
+
+
+def test_a_model_whose_forward_passes_are_not_seen_says_so() -> None:
+    rank = Rank(MemoryStore(), 0, 2)
+    assert rank.drift.problem == ""
+    rank.count += 1000  # messages of steps
+    assert rank.drift.problem == "steps are not watched for change: none was seen to begin since tuning ended"
+
+
+class FailingStore:
+    """A rank's connection to a store, some of whose calls fail, before or after the store has taken them in."""
+
+    def __init__(self, store: MemoryStore, first: int, times: float, *, is_taken_in: bool) -> None:
+        self._store, self._failing, self._calls = store, range(first, int(first + times)), 0
+        self._is_taken_in = is_taken_in
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._calls += 1
+        fails = self._calls in self._failing
+        result = getattr(self._store, name)(*arguments) if self._is_taken_in or not fails else None
+        if fails:
+            raise RuntimeError("no connection")
+        return result
+
+    def set(self, key: str, value: str) -> Any:
+        return self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._call("get", key)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._call("check", keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+
+def began_with(monkeypatch: pytest.MonkeyPatch, odd: int, first: int, times: float, *, is_taken_in: bool) -> set[Any]:
+    """Return when ranks began, one of which has a connection that fails so many times from a call on."""
+    monkeypatch.setattr("mgwfbp.runtime.tune.drift.PAUSE_S", 0.0)
+    store = MemoryStore()
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    ranks[odd].drift._store = FailingStore(store, first, times, is_taken_in=is_taken_in)
+    train(ranks, [0.1] * (4 * WINDOW) + [0.2] * (20 * WINDOW), random.Random(first))
+    assert all(rank.drift._phase == "ended" or rank.drift._phase == "watching" for rank in ranks)
+    return {rank.began_at for rank in ranks}
+
+
+CALLS = range(1, 100, 2)  # until all have begun, a rank calls the store about 60 times
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("is_taken_in", [False, True])
+def test_a_store_that_fails_for_a_moment_on_one_rank_leaves_no_rank_behind(
+    monkeypatch: pytest.MonkeyPatch, odd: int, is_taken_in: bool
+) -> None:
+    began = [began_with(monkeypatch, odd, first, 1, is_taken_in=is_taken_in) for first in CALLS]
+    assert all(len(steps) == 1 for steps in began)
+    assert sum(None not in steps for steps in began) > 0.9 * len(began)  # and nearly always all begin
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_store_that_one_rank_loses_for_good_leaves_no_rank_behind(monkeypatch: pytest.MonkeyPatch, odd: int) -> None:
+    began = [began_with(monkeypatch, odd, first, 1e9, is_taken_in=False) for first in CALLS]
+    assert all(len(steps) == 1 for steps in began)
+    assert {None not in steps for steps in began} == {True, False}
 
 
 def test_a_store_that_does_not_answer_ends_watching_and_says_so() -> None:

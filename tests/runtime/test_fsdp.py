@@ -60,10 +60,11 @@ def test_what_cannot_be_wrapped_by_itself_stays_with_the_root_and_is_said_once(t
             [f"{begin}'extra' (has parameters and no forward pass)"],
             ["h.0.0", "h.0.1.narrow", "h.1.0", "h.1.1.narrow", "stem"],
         ),
-        "Partly": (
+        "Partly": ([], ["attention", "head", "stem"]),
+        "PartlyPlanned": (
             [
                 f"{begin}'attention.out_proj' (is inside a MultiheadAttention, which reads its weights without calling "
-                "it); 4 frozen parameters (in no module of the plan)"
+                "it); 4 frozen parameters of 624 B (in no module of the plan)"
             ],
             ["head"],
         ),

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, predict
+from mgwfbp.cost import taken_by
+from mgwfbp.fitting import padding_words
 from mgwfbp.ranges import spread_of
-from mgwfbp.runtime.learn import LEAST, learn_cost, learn_taken, without_lags
+from mgwfbp.runtime.observe.learn import LEAST, learn_cost, learn_taken, without_lags
 from mgwfbp.trace import layers_of
 from tests.examples import linear_costs, partitions, that_take, traces
 
@@ -73,6 +75,21 @@ def test_without_a_sweep_a_line_over_the_bytes_is_learnt(kinds: int) -> None:
     assert learnt(2**28) > learnt(2**27)
 
 
+def test_where_observed_times_fall_a_message_costs_what_it_would_padded() -> None:
+    # As 144 ranks have it: 32 kB in 3.2 ms, 64 kB in 0.16.
+    falling = {2**14: [1.6e-3, 1.5e-3, 1.7e-3], 2**15: [3.2e-3, 3.0e-3, 3.3e-3], 2**16: [160e-6, 158e-6, 165e-6]}
+    for swept in (None, PiecewiseCost(4, ((4, 1e-4), (2**16, 1.6e-4), (2**20, 8e-4)))):
+        learnt = learn_cost(falling, 4, swept)
+        assert [learnt(size) for size in falling] == pytest.approx([160e-6] * 3, rel=0.1)
+        assert [size for size, _ in learnt.source["padded"]] == [2**14, 2**15]
+        assert "2 sizes from 16.4 kB to 32.8 kB" in padding_words(learnt)
+    # Few messages, or some that are late, are no fall.
+    assert "padded" not in learn_cost({**falling, 2**16: [160e-6]}, 4).source
+    late = {2**14: [1e-4, 1e-3, 1e-4, 9e-4, 1e-4], 2**15: [1.2e-4] * 5, 2**16: [1.5e-4] * 5}
+    assert "padded" not in learn_cost(late, 4).source
+    assert not padding_words(learn_cost(late, 4))
+
+
 def test_one_late_message_does_not_speak_for_all_of_its_size() -> None:
     seen = {size: [SWEPT(size)] * 6 for size in (10_000, 100_000, 1_000_000, 10_000_000)}
     late = learn_cost({**seen, 300_000: [20 * SWEPT(300_000)]}, 4, SWEPT)
@@ -101,10 +118,11 @@ def test_the_error_it_states_is_that_against_what_was_observed(
     if not seen:
         assert "fit" not in loaded.source
         return
-    errors = [abs(loaded(size) - time) / time for size, time in loaded.source["under_load"]]
+    padded = {size for size, _ in loaded.source.get("padded", ())}
+    errors = [abs(loaded(size) - time) / time for size, time in loaded.source["under_load"] if size not in padded]
     assert loaded.source["fit"]["mean_error"] == pytest.approx(mean(errors))
     assert loaded.source["fit"]["worst_error"] == pytest.approx(max(errors))
-    assert loaded.source["fit"]["num_sizes"] == len(seen)
+    assert loaded.source["fit"]["num_sizes"] == len(seen) - len(padded)
 
 
 @given(curves, sightings, st.floats(1.1, 4.0))
@@ -131,12 +149,21 @@ def test_what_messages_took_is_taken_out_of_the_trace_that_was_observed_beside_t
     assert without_lags(beside, plan, cost).ready_s == trace.ready_s
 
 
-def ends_of(plans: list[list[int]], launch_s: float, per_byte_s: float, noise: float) -> list[tuple[list[int], Any]]:
+SWEPT_LINE = PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001)))  # 1 ns a byte
+
+
+def sent(sizes: list[int], *, is_low: bool = False) -> Any:
+    return [(size, is_low) for size in sizes]
+
+
+def ends_of(
+    plans: list[list[int]], launch_s: float, per_byte_s: float, noise: float, *, is_low: bool = False
+) -> list[tuple[Any, Any]]:
     """Ends of backward passes of 100 ms, beside messages of these bytes."""
     rng = random.Random(5)
     return [
         (
-            sizes,
+            sent(sizes, is_low=is_low),
             [
                 (0.1 + launch_s * (len(sizes) - 1) + per_byte_s * sum(sizes[:-1])) * rng.lognormvariate(0, noise)
                 for _ in range(60)
@@ -152,25 +179,38 @@ UNEVEN = [[10**8], [5 * 10**7, 5 * 10**7], [10**6, 99 * 10**6], [10**6] * 100, [
 @pytest.mark.parametrize("launch_s", [0.0, 2e-5, 2e-4])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15])
 def test_a_launch_and_bytes_are_told_apart_by_plans_that_differ_in_both(launch_s: float, share: float) -> None:
-    swept = PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001)))  # 1 ns a byte
-    learnt = learn_taken(swept, ends_of(UNEVEN, launch_s, share * 1e-9, 0.01))
+    learnt = learn_taken(SWEPT_LINE, SWEPT_LINE, ends_of(UNEVEN, launch_s, share * 1e-9, 0.01))[0]
     assert learnt.taken_s == pytest.approx(launch_s, abs=1e-5)
     assert learnt.taken_per_byte_s == pytest.approx(share * 1e-9, abs=1e-11)
-    assert learnt.points == swept.points
+    assert learnt.points == SWEPT_LINE.points
 
 
 def test_plans_that_are_alike_do_not_make_noise_a_launch() -> None:
     # Of 5 and of 6 messages, and 2 ms (2 %) apart by chance: that would be 2 ms a message.
-    alike = [([10**6] * 5, [0.100, 0.098, 0.102]), ([10**6] * 6, [0.102, 0.100, 0.104])]
-    learnt = learn_taken(PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001))), alike)
-    assert learnt.taken_s < 5e-5
-    assert learn_taken(learnt, alike[:1]) == learnt  # one plan says nothing
+    alike = [(sent([10**6] * 5), [0.100, 0.098, 0.102]), (sent([10**6] * 6), [0.102, 0.100, 0.104])]
+    learnt = learn_taken(SWEPT_LINE, SWEPT_LINE, alike)
+    assert learnt[0].taken_s < 5e-5
+    assert learn_taken(*learnt, alike[:1]) == learnt  # one plan says nothing
 
 
 def test_what_would_speed_the_computation_up_is_nothing() -> None:
-    faster = [([10**6] * 2, [0.1] * 30), ([10**6] * 60, [0.09] * 30)]
-    learnt = learn_taken(PiecewiseCost(4, ((0, 1e-4), (10**8, 0.1001))), faster)
-    assert (learnt.taken_s, learnt.taken_per_byte_s) == (0.0, 0.0)
+    faster = [(sent([10**6] * 2), [0.1] * 30), (sent([10**6] * 60), [0.09] * 30)]
+    learnt = learn_taken(SWEPT_LINE, SWEPT_LINE, faster)
+    assert learnt == (SWEPT_LINE, SWEPT_LINE)
+
+
+@pytest.mark.parametrize("more_s", [0.0, 1e-4])
+@pytest.mark.parametrize("more_share", [0.0, 0.1])
+def test_what_low_precision_takes_is_told_apart_from_what_other_messages_take(more_s: float, more_share: float) -> None:
+    full = [*ends_of(UNEVEN, 5e-5, 5e-11, 0.01)]
+    both = [*full, *ends_of(UNEVEN, 5e-5 + more_s, 5e-11 + more_share * 1e-9, 0.01, is_low=True)]
+    learnt = learn_taken(SWEPT_LINE, SWEPT_LINE, both)
+    expected = ((5e-5, 5e-11), (5e-5 + more_s, 5e-11 + more_share * 1e-9))
+    for part, (launch_s, share) in zip(learnt, expected, strict=True):
+        assert part.taken_s == pytest.approx(launch_s, abs=1.5e-5)
+        assert part.taken_per_byte_s == pytest.approx(share, abs=1.5e-11)
+    unseen = learn_taken(SWEPT_LINE, SWEPT_LINE, full)
+    assert taken_by(unseen[1], 10**6) == pytest.approx(taken_by(unseen[0], 10**6))
 
 
 def test_sizes_that_were_observed_are_surer_than_others() -> None:

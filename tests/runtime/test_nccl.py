@@ -44,7 +44,21 @@ def test_messages_in_low_precision_are_what_is_worked_out_by_hand(ranks: list[An
 
 def test_a_sharded_optimizer_ends_where_torchs_class_ends_also_where_gathers_are_late(ranks: list[Any]) -> None:
     for found in ranks:
-        assert found["sharded"] == {"in time": 0.0, "late": 0.0}
+        assert found["sharded"] == {"in time": 0.0, "late": 0.0, "at random": 0.0}
+
+
+def test_a_parameter_that_a_side_stream_reads_first_is_finished_for_both_streams(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert found["two streams"] == [True] * len(found["two streams"])
+
+
+def test_losses_of_fsdp2_are_those_of_wrapping_by_block_whatever_the_groups(ranks: list[Any]) -> None:
+    for found in (one["fsdp"] for one in ranks):
+        if found is None:
+            pytest.skip("this torch has no public fully_shard")
+        # With two ranks every sum has two terms, whatever message it travels in.
+        assert found["measured"] == found["by block"]
+        assert found["planned"] == found["by block"]
 
 
 @pytest.mark.parametrize(("strategy", "messages"), [("naive", 6), ("ps", 6), ("wfbp", 6)])

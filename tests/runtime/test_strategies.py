@@ -92,7 +92,9 @@ def test_timed_strategies_and_given_plans_are_in_force(two_ranks: list[Any]) -> 
         assert plans["naive"]["predicted"] == {}  # a plan's prediction would not be naive S-SGD's
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("auto", "ddp", "mgwfbp", "optimal")])
+@pytest.mark.parametrize(
+    "strategy", [name for name in STRATEGIES if name not in ("auto", "ddp", "mgwfbp", "optimal", "cautious")]
+)
 def test_a_message_has_one_dtype_and_a_sparse_gradient_travels_alone(strategy: str) -> None:
     model = Dtypes()
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}

@@ -35,7 +35,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 from mgwfbp import DistributedDataParallel, PlanError
-from mgwfbp.runtime import decide, reducer, tuner
+from mgwfbp.runtime.reducer import handle as reducer
+from mgwfbp.runtime.tune import decide, race, tuner
 from tests.runtime.models import make_plan
 
 NEED_GPUS: set[str] = set()  # tests that ask for them
@@ -106,7 +107,7 @@ def _tune_quickly() -> None:
     """Let the tuner begin at once, and change buckets in every step as soon as it knows what messages take."""
     tuner.WARMUP_STEPS = 1
     decide.OBSERVE, decide.OBSERVE_MESSAGES = ("plain", "gradients", "messages"), ("messages",)
-    decide.GLANCE = decide.LOOK = ("plain",)
+    race.GLANCE = race.LONGER = ("plain",)
     decide.BUCKET_MIB = (2**-14, 2**-10)  # type: ignore[assignment]  # 64 bytes and 1 KiB
 
 
@@ -159,13 +160,13 @@ def _count_changes() -> None:
     give = reducer.ReducerHandle._give
 
     @wraps(give)
-    def counted(self: Any, buckets: Any) -> None:
+    def counted(self: Any, *arguments: Any) -> None:
         if isinstance(self.ddp, DistributedDataParallel):  # and not the toy that shows whether torch takes buckets
             with _CHANGES.get_lock():
                 _CHANGES.value += 1
-        give(self, buckets)
+        give(self, *arguments)
 
-    reducer.ReducerHandle._give = counted  # type: ignore[method-assign]
+    reducer.ReducerHandle._give = counted  # type: ignore[assignment, method-assign]
 
 
 class _OnCpu(TorchFunctionMode):

@@ -13,14 +13,18 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as StockDdp
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from mgwfbp import DistributedDataParallel, MergePlan, MgwfbpError
-from mgwfbp.runtime import drift
+from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.reducer.support import missing
+from mgwfbp.runtime.tune import drift
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 
@@ -236,6 +240,24 @@ def odd_steps() -> dict[str, Any]:
     }
 
 
+def _mixed() -> list[Any]:
+    """A model with mixed_precision, for which torch registers a communication hook, and the Reducers made for it."""
+    missing()  # makes Reducers, once
+    made: list[str] = []
+    make: Any = StockDdp._ddp_init_helper
+
+    def counted(*arguments: Any) -> Any:
+        made.append("a Reducer")
+        return make(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Stream", lambda: None)  # there is none without a GPU, and it is not trained
+        patch.setattr(StockDdp, "_ddp_init_helper", counted)
+        precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        model = DistributedDataParallel(Mlp(), mixed_precision=precision)
+    return [model.tuning.state, model.tuning.reason, made]
+
+
 def refusals() -> dict[str, Any]:
     """Models that are not tuned, and what they say."""
     rank = dist.get_rank()
@@ -244,6 +266,7 @@ def refusals() -> dict[str, Any]:
     powered.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     train(powered, vectors, 12)
     result["stateful hook"] = [powered.tuning.state, powered.tuning.reason, left_on(powered)]
+    result["mixed"] = _mixed()
     result["sparse"] = [(tuning := DistributedDataParallel(Sparse()).tuning).state, tuning.reason]
     result["off"] = [(tuning := DistributedDataParallel(Mlp(), tune=False).tuning).state, tuning.reason]
     plan = make_plan(Mlp(), 3)
@@ -255,10 +278,6 @@ def refusals() -> dict[str, Any]:
     by_hand.replan(plan)
     train(by_hand, vectors, 3)
     result["by hand"] = [by_hand.tuning.state, by_hand.tuning.reason, by_hand.plan == plan, left_on(by_hand)]
-    try:
-        DistributedDataParallel(Mlp(), tune=rank == 0)
-    except MgwfbpError as error:
-        result["different"] = str(error)
     return result
 
 
@@ -403,12 +422,13 @@ def looks_again() -> dict[str, Any]:
         for model in (ours, stock):
             train(model, vectors, 1, first=first)
         first += 1
-    names = [candidate.name for candidate in ours.tuning.candidates]
+    names, torchs = [candidate.name for candidate in ours.tuning.candidates], ReducerHandle(stock)
     return {
         "seen": seen,
         "problem": ours.tuning.problem,
         "steps": first,
         "names": names,
+        "torchs": ours.tuning.torchs is not None and ours.tuning.torchs.groups == torchs.groups_of(torchs.buckets()),
         "plan": ours.plan.to_json()["groups"] if ours.plan else None,
         "same": all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters(), strict=True)),
         "left": left_on(ours),

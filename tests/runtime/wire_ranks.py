@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
-import mgwfbp.runtime.wire
+import mgwfbp.measure.low
 from mgwfbp import DistributedDataParallel, LinearCost, MergePlan, MgwfbpError
+from mgwfbp.runtime.reducer.kinds import kinds_of
+from mgwfbp.runtime.reducer.parameters import Parameters
+from mgwfbp.runtime.strategies import parallel
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 
 STEPS = 3
+BITS = {"bfloat16": 8, "float16": 11}  # of a number, the leading one included
 
 
 def mixed_plan(module: nn.Module, wire: str = "bfloat16", size: int = 2) -> MergePlan:
@@ -29,25 +33,46 @@ def mixed_plan(module: nn.Module, wire: str = "bfloat16", size: int = 2) -> Merg
     return replace(plan, wire=tuple(wire if place % 2 else "" for place in range(plan.num_groups)))
 
 
+def low_names(plan: MergePlan | None) -> list[str]:
+    """The gradients that a plan sends in low precision."""
+    assert plan is not None
+    return [name for group, wire in zip(plan.groups, plan.wires, strict=True) if wire for name in group]
+
+
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-def local_gradients(module: nn.Module, make_batch: Callable[[int], Tensor]) -> dict[str, list[Tensor]]:
+def loss(output: Tensor, scale: float = 1.0) -> Tensor:
+    return scale * output.square().sum()
+
+
+def local_gradients(
+    module: nn.Module, make_batch: Callable[[int], Tensor], scale: float = 1.0
+) -> dict[str, list[Tensor]]:
     """What each rank's gradients are, in the order of ranks, before anything is averaged."""
     module = copy.deepcopy(module)
     module.zero_grad()
-    module(make_batch(dist.get_rank())).square().sum().backward()
-    mine = {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
+    loss(module(make_batch(dist.get_rank())), scale).backward()
+    return gathered({name: one.grad for name, one in module.named_parameters() if one.requires_grad})
+
+
+def gathered(mine: dict[str, Tensor | None]) -> dict[str, list[Tensor]]:
+    """The gradients of all ranks, in their order."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return {name: [theirs[name] for theirs in everybody] for name in mine}
 
 
 def by_hand(gradients: list[Tensor], wire: str) -> Tensor:
-    """The average as low precision has it: divided, converted, summed in fp32, converted."""
-    dtype = getattr(torch, wire)
-    return torch.stack([(one / len(gradients)).to(dtype) for one in gradients]).sum(0, dtype=torch.float32).to(dtype)
+    """The average as low precision has it: divided, rounded to so many bits, summed in fp32, rounded again."""
+    divided = torch.stack([one / len(gradients) for one in gradients])
+    return rounded(rounded(divided, BITS[wire]).float().sum(0), BITS[wire]).float()
+
+
+def rounded(numbers: Tensor, bits: int) -> Tensor:
+    mantissa, exponent = torch.frexp(numbers.double())
+    return torch.ldexp(torch.round(mantissa * 2**bits), exponent - bits)
 
 
 def compare(model: DistributedDataParallel, local: dict[str, list[Tensor]]) -> dict[str, Any]:
@@ -65,7 +90,7 @@ def compare(model: DistributedDataParallel, local: dict[str, list[Tensor]]) -> d
             grad = grad.to_dense() if grad.is_sparse else grad
             theirs = [one.to_dense() if one.is_sparse else one for one in local[name]]
             if wire and grad.dtype is torch.float32 and not local[name][0].is_sparse:
-                same = torch.equal(grad, by_hand(theirs, wire).to(grad.dtype))
+                same = torch.equal(grad, by_hand(theirs, wire))
             else:
                 average = torch.stack(theirs).double().mean(0)
                 off = float((grad.double() - average).abs().max() / (average.abs().max() + 1e-30))
@@ -87,6 +112,9 @@ def modes() -> dict[str, Any]:
     ways: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "plain": (Mlp, {}, "bfloat16"),
         "float16": (Mlp, {}, "float16"),
+        "float16, small": (Mlp, {}, "float16"),  # far below what float16 has all bits for
+        "float16, large": (Mlp, {}, "float16"),  # and beyond what it holds
+        "float16, blocks": (Mlp, {}, "float16"),
         "blocks": (Mlp, {}, "bfloat16"),
         "views": (Mlp, {"gradient_as_bucket_view": True}, "bfloat16"),
         "static": (Mlp, {"static_graph": True}, "bfloat16"),
@@ -97,16 +125,21 @@ def modes() -> dict[str, Any]:
     }
     result: dict[str, Any] = {}
     for name, (make, arguments, wire) in ways.items():
-        mgwfbp.runtime.wire.BLOCK = 10 if name == "blocks" else 2**19
+        mgwfbp.measure.low.BLOCK = 10 if "blocks" in name else 2**19
+        scale = {"float16, small": 1e-9, "float16, large": 1e7}.get(name, 1.0)
         torch.manual_seed(3)
         module = make()
         plan = mixed_plan(module, wire, 1 if name in ("dtypes", "halves", "sparse") else 2)
         model = DistributedDataParallel(module, plan=plan, wire=wire, broadcast_buffers=False, **arguments)
+        if name in ("dtypes", "halves", "sparse"):
+            kinds = {name: str(kind.dtype) * (not kind.is_sparse) for name, kind in kinds_of(Parameters(model)).items()}
+            result[f"{name}, asked for"] = {one: kinds[one] for one in low_names(plan)}
+            result[f"{name}, said"] = low_names(model.plan)
         found = []
         for step in range(STEPS):
-            local = local_gradients(model.module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+            local = local_gradients(model.module, lambda of, step=step: batch(step, of), scale)  # type: ignore[misc]
             model.zero_grad()
-            model(batch(step, rank)).square().sum().backward()
+            loss(model(batch(step, rank)), scale).backward()
             found.append(compare(model, local))
         result[name] = found
     return result
@@ -152,13 +185,126 @@ def changes() -> dict[str, Any]:
         for step in range(4):
             model(batch(step, rank)).square().sum().backward()
     result["observed"] = [len(seen.timeline.messages), len(seen.predicted.messages) if seen.predicted else 0]
-    with model.no_sync():
-        model.zero_grad()
-        model(batch(0, rank)).square().sum().backward()
-    mine = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-    model(batch(0, rank)).square().sum().backward()
-    result["accumulated"] = len(mine)
     return result
+
+
+def accumulated() -> dict[str, Any]:
+    """Two backward passes a step, only the second of which sends, in many ways of DDP."""
+    rank = dist.get_rank()
+    result: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "views": {"gradient_as_bucket_view": True},
+        "unused": {"find_unused_parameters": True},
+        "static": {"static_graph": True},
+        "static, views": {"static_graph": True, "gradient_as_bucket_view": True},
+    }
+    for name, arguments in ways.items():
+        torch.manual_seed(8)
+        alone = Mlp()
+        module = copy.deepcopy(alone)
+        plan = mixed_plan(module)
+        model = DistributedDataParallel(module, plan=plan, wire="bfloat16", broadcast_buffers=False, **arguments)
+        loss(model(batch(0, rank))).backward()  # a static graph is learnt in a step that sends
+        found = []
+        for step in range(1, 3):
+            alone.zero_grad()
+            model.zero_grad()
+            for part in range(2):
+                loss(alone(batch(10 * step + part, rank))).backward()
+            with model.no_sync():
+                loss(model(batch(10 * step, rank))).backward()
+            loss(model(batch(10 * step + 1, rank))).backward()
+            found.append(compare(model, gathered({key: one.grad for key, one in alone.named_parameters()})))
+        result[name] = found
+    return result
+
+
+def scaled() -> dict[str, Any]:
+    """Mixed precision with a GradScaler; the last rank's loss overflows in one step, which all must skip."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    result: dict[str, Any] = {}
+    for wire in ("bfloat16", "float16"):
+        torch.manual_seed(3)
+        module = Mlp()
+        plan = mixed_plan(module, wire)
+        model = DistributedDataParallel(module, plan=plan, wire=wire, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
+        scales, moved = [], []
+        for step in range(6):
+            before = torch.cat([one.detach().flatten() for one in model.parameters()])
+            optimizer.zero_grad()
+            x = batch(step, rank)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = model(x).square().mean() * (float("inf") if step == 2 and rank == world - 1 else 1.0)
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            after = torch.cat([one.detach().flatten() for one in model.parameters()])
+            scales.append(scaler.get_scale())
+            moved.append(not torch.equal(before, after))
+        everybody = [torch.empty_like(after) for _ in range(world)]
+        dist.all_gather(everybody, after)
+        alike = all(torch.equal(one, after) for one in everybody)
+        result[wire] = {"scales": scales, "moved": moved, "alike": alike, "finite": bool(after.isfinite().all())}
+    return result
+
+
+class Branches(nn.Module):
+    """One of two layers is used, as the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *, left: bool) -> Tensor:
+        return (self.left if left else self.right)(self.first(x))  # type: ignore[no-any-return]
+
+
+def branches() -> dict[str, Any]:
+    """Parameters that some ranks use and others do not, or nobody, beside stock DDP's."""
+    rank = dist.get_rank()
+    result: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "views": {"gradient_as_bucket_view": True}}
+    for name, arguments in ways.items():
+        torch.manual_seed(9)
+        module = Branches()
+        plan = make_plan(module, 2)
+        plan = replace(plan, wire=("bfloat16",) * plan.num_groups)
+        stock = StockDdp(copy.deepcopy(module), find_unused_parameters=True, **arguments)
+        ours = DistributedDataParallel(module, plan=plan, wire="bfloat16", find_unused_parameters=True, **arguments)
+        errors, unlike = [], []
+        for step in range(4):
+            left = step == 3 or (step + rank) % 2 == 0  # in the last step nobody goes right
+            for model in (ours, stock):
+                model.zero_grad()
+                loss(model(batch(step, rank), left=left)).backward()
+            pairs = zip(ours.module.named_parameters(), stock.module.named_parameters(), strict=True)
+            for (key, mine), (_, theirs) in pairs:
+                if (mine.grad is None) != (theirs.grad is None):
+                    unlike.append(key)
+                elif mine.grad is not None and theirs.grad is not None:
+                    errors.append(float((mine.grad - theirs.grad).abs().max() / (theirs.grad.abs().max() + 1e-9)))
+        result[name] = {"worst": max(errors), "count": len(errors), "unlike": unlike}
+    return result
+
+
+def nan_while_tuning() -> dict[str, Any]:
+    """A gradient that is not a number on the last rank, every 17 steps, while plans are tried."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Mlp(), wire="float16", tune_steps=30)
+    hit, clean, steps = list[bool](), list[bool](), 0
+    while model.tuning.state == "working" and steps < 250:
+        model.zero_grad()
+        is_bad = steps % 17 == 5
+        x = batch(steps, rank) * (float("nan") if is_bad and rank == world - 1 else 1.0)
+        loss(model(x)).backward()
+        flat = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        (hit if is_bad else clean).append(bool(flat.isnan().all() if is_bad else flat.isfinite().all()))
+        steps += 1
+    return {"state": [model.tuning.state, model.tuning.reason], "hit": hit, "clean": all(clean)}
 
 
 def tuned() -> dict[str, Any]:
@@ -172,6 +318,10 @@ def tuned() -> dict[str, Any]:
         model(batch(steps, rank)).square().sum().backward()
         steps += 1
     assert model.plan is not None
+    exact = parallel(Mlp(), "auto+bf16", wire_tolerance=1e6, tune_steps=20, broadcast_buffers=False)
+    for step in range(200):
+        if exact.tuning.state == "working":
+            exact(batch(step, rank)).square().sum().backward()
     local = local_gradients(model.module, lambda of: batch(0, of))
     model.zero_grad()
     model(batch(0, rank)).square().sum().backward()
@@ -183,22 +333,33 @@ def tuned() -> dict[str, Any]:
         "tried": [one.plan.wire != () for one in told.candidates],
         "knows": told.low_cost is not None and "low_cost" in told.to_json(),
         "words": repr(told),
+        "exact": [exact.tuning.state, exact.tuning.low_bytes],
         "plans": plans.count(plans[0]),
         "gradients": {**compare(model, local), "low": 0},
     }
 
 
 def extremes() -> dict[str, Any]:
-    """What is not finite on one rank, and what fp16 cannot hold."""
+    """What is not finite on one rank, and what fp16 cannot hold as it is."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    last = rank == world - 1
     result: dict[str, Any] = {}
     for wire in ("bfloat16", "float16"):
-        for name, value in (("nan", float("nan")), ("inf", float("inf")), ("large", 6e4)):
+        for name, value in (
+            ("nan", float("nan") if last else 1.0),
+            ("inf", float("inf") if last else 1.0),
+            ("large", 6e4),
+            ("cancels", {0: 1.5e5, 1: -1.5e5}.get(rank, 0.0)),
+            ("too large", 2.0**120 if last else 0.0),
+            ("tiny", 2.0**-100),
+            ("tiniest", 2.0**-140),  # of fp32 itself, with fewer bits than others
+            ("nothing", 0.0),
+        ):
             module = nn.Linear(3, 2, bias=False)
             plan = MergePlan("Linear", "by hand", (("weight",),), wire=(wire,))
             model = DistributedDataParallel(module, plan=plan, wire=wire)
             x = torch.zeros(1, 3)
-            x[0, 1] = value if rank == world - 1 or name == "large" else 1.0
+            x[0, 1] = value
             model(x).sum().backward()
             assert module.weight.grad is not None
             result[f"{wire} {name}"] = [repr(one) for one in module.weight.grad[0].tolist()]
@@ -232,6 +393,8 @@ def refused() -> dict[str, Any]:
         "hook": told(lambda: model.register_comm_hook(None, default_hooks.allreduce_hook)),
         "idle": told(lambda: DistributedDataParallel(Mlp(), wire="bfloat16", tune=False)),
         "replan": told(lambda: DistributedDataParallel(Mlp(), tune=False).replan(plan)),
+        "tolerance": told(lambda: DistributedDataParallel(Mlp(), wire="bfloat16", wire_tolerance=-1)),
+        "idle tolerance": told(lambda: DistributedDataParallel(Mlp(), wire_tolerance=0.05)),
     }
 
 
@@ -314,6 +477,10 @@ if __name__ == "__main__":
         {
             "modes": modes,
             "changes": changes,
+            "accumulated": accumulated,
+            "scaled": scaled,
+            "branches": branches,
+            "nan_while_tuning": nan_while_tuning,
             "tuned": tuned,
             "extremes": extremes,
             "refused": refused,

@@ -1,6 +1,6 @@
 """Worlds in which the true step of every plan is known: recorded traces, known links, noise as it was measured.
 
-A world answers what the tuner's script asks (`mgwfbp.runtime.decide`), step by step, as real ranks would.
+A world answers what the tuner's script asks (`mgwfbp.runtime.tune.decide`), step by step, as real ranks would.
 """
 
 import math
@@ -11,8 +11,9 @@ from functools import partial
 
 from mgwfbp import Cost, MergePlan, ModelTrace, Timeline, load_network, load_trace, predict, recorded_traces
 from mgwfbp.planners import plan_bucket, plan_optimal
-from mgwfbp.runtime.decide import BUCKET_MIB, Limits, Turn, Verdict, decide
-from mgwfbp.runtime.steps import AgreedSteps, Gradients, Seen
+from mgwfbp.runtime.observe.steps import AgreedSteps, Gradients, Seen
+from mgwfbp.runtime.tune.decide import BUCKET_MIB, Situation, Verdict, decide
+from mgwfbp.runtime.tune.race import Limits, Turn
 
 NETWORKS = ("1gbe", "10gbe", "25gbe", "100gbe")
 
@@ -48,16 +49,13 @@ class World:
         """Return a step as it really is, but for noise."""
         if self.is_sharded and not plan.gathers:
             plan = replace(plan, gathers=tuple(group[::-1] for group in reversed(plan.groups)))
-        key = plan.messages
-        if batch != 1.0 or key not in self._steps_of:
+        key = plan.messages, batch
+        if key not in self._steps_of:
             trace = self.trace.scaled(batch)
             # Each message holds the backward pass up, evenly.
             held_up = 1 + self.per_message_s * plan.num_groups / max(trace.backward_s, 1e-9)
             layers = tuple(replace(layer, backward_s=layer.backward_s * held_up) for layer in trace.layers)
-            timeline = predict(replace(trace, layers=layers), self.cost, plan)
-            if batch != 1.0:
-                return timeline
-            self._steps_of[key] = timeline
+            self._steps_of[key] = predict(replace(trace, layers=layers), self.cost, plan)
         return self._steps_of[key]
 
     def best_s(self) -> float:
@@ -88,7 +86,8 @@ class World:
         # Half of the variance is the whole step's, half is each pass's own.
         spread = self.noise / math.sqrt(2)
         whole, forward, backward = (self.rng.lognormvariate(0, spread) for _ in range(3))
-        batch = self.rng.lognormvariate(0, self.batches) if self.batches else 1.0
+        # Batches come in sizes that are 5 % apart.
+        batch = math.exp(0.05 * round(self.rng.gauss(0, self.batches) / 0.05)) if self.batches else 1.0
         return _Step(self.truth(plan, batch), slow * whole * forward, slow * whole * backward)
 
     def _agreed(self, note: str, steps: "list[_Step]", plan: MergePlan) -> AgreedSteps:
@@ -144,9 +143,8 @@ def tune_in(
     """Let the tuner's script work in a world, where torch's buckets are in force or another plan is."""
     torchs, force = (world.default, in_force) if in_force else (None, world.default)
     gathers = None if not world.is_sharded else in_force.gathers if in_force else ()
-    script: Generator[Turn, Seen, Verdict] = decide(
-        world.gradients, world.cost.workers, force, lambda plan: plan, limits or Limits(), torchs, wire, gathers
-    )
+    situation = Situation(world.gradients, world.cost.workers, force, torchs=torchs, wire=wire, gathers=gathers)
+    script: Generator[Turn, Seen, Verdict] = decide(situation, lambda plan: plan, limits or Limits())
     try:
         turn = next(script)
         while True:

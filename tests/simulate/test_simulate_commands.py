@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network, load_trace
+from mgwfbp.bounds import lower_bound_s, sharded_lower_bound_s
 from mgwfbp.cli import progress, run
 from mgwfbp.costs import WireCost
 from mgwfbp.planners import PLANNERS, find_sharded_plan, find_wire_plan
-from mgwfbp.timeline import lower_bound_s, sharded_lower_bound_s
+from mgwfbp.planners.fsdp import plan_fsdp
 
 
 @pytest.fixture
@@ -77,6 +78,39 @@ def test_a_measured_cost_brings_its_own_number_of_workers(
     assert {row["workers"] for row in rows} == {6}
     assert run(["simulate", "--trace", trace_file, "--network", cost_file, "--workers", "8"]) == 1
     assert "was measured on 6 workers" in capsys.readouterr().err
+
+
+def test_what_messages_take_from_the_computation_is_no_computation(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost_file = str(tmp_path / "cost.json")
+    LinearCost(4, 1e-6, 3e-9, taken_s=5e-3, taken_per_byte_s=1e-9).save(cost_file)
+    rows = rows_of(capsys, "--trace", trace_file, "--network", cost_file)
+    for row in rows:
+        assert row["compute_s"] == pytest.approx(0.6)
+        assert row["taken_s"] + row["exposed_s"] == pytest.approx(row["iteration_s"] - 0.6)
+        assert row["efficiency"] == pytest.approx(0.6 / row["iteration_s"])
+    by_planner = {row["planner"]: row["limit"] for row in rows}
+    assert by_planner["wfbp"] == by_planner["optimal"] == "messages' own time"
+    assert run(["simulate", "--trace", trace_file, "--network", cost_file]) == 0
+    said = capsys.readouterr().out
+    assert " taken " in said
+    assert "starting and copying messages takes time from the computation" in said
+    assert run(["compare", "--trace", trace_file, "--cost", cost_file, "--json"]) == 0
+    compared = {row["planner"]: row for row in json.loads(capsys.readouterr().out)}
+    for row in rows:
+        assert compared[row["planner"]]["taken_s"] == pytest.approx(row["taken_s"])
+        assert compared[row["planner"]]["efficiency"] == pytest.approx(row["efficiency"])
+
+
+def test_sizes_that_are_planned_as_padded_are_named(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost_file = str(tmp_path / "cost.json")
+    LinearCost(4, 1e-4, 1e-9, {"padded": [[16384, 2.8e-3]]}).save(cost_file)
+    assert run(["simulate", "--trace", trace_file, "--network", cost_file]) == 0
+    said = capsys.readouterr().err
+    assert said.count("larger messages are faster than those of 1 size from 16.4 kB to 16.4 kB") == 1
 
 
 def test_a_plan_is_simulated_as_it_is(trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,8 +297,22 @@ def test_a_plan_of_both_precisions_stands_beside_the_others_as_it_was_predicted(
     measured = rows_of(capsys, *arguments, "--planner", "optimal", "--wire-cost", str(tmp_path / "low.json"))
     assert [row["planner"] for row in measured] == ["optimal", "optimal+bf16"]
     assert measured[0] == half[-2]
-    promised = find_wire_plan(trace, WireCost(link.cost(4), low)).predicted["iteration_s"]
-    assert measured[1]["iteration_s"] == promised < measured[0]["iteration_s"]
+    promised = find_wire_plan(trace, WireCost(link.cost(4), low)).predicted
+    assert measured[1]["iteration_s"] == promised["iteration_s"] < measured[0]["iteration_s"]
+    for name in ("sent_bytes", "low_bytes"):
+        assert measured[1][name] == promised[name] > 0
+    assert (measured[0]["sent_bytes"], measured[0]["low_bytes"]) == (trace.grad_bytes, 0)
+    # A file of both precisions says the same; and what the tolerance leaves is what the planner says.
+    WireCost(link.cost(4), low, "bfloat16").save(tmp_path / "both.json")
+    both = ("--trace", trace_file, "--network", str(tmp_path / "both.json"), "--wire", "bfloat16")
+    assert rows_of(capsys, *both, "--planner", "optimal")[1]["iteration_s"] == promised["iteration_s"]
+    lax = rows_of(capsys, *both, "--planner", "optimal", "--wire-tolerance", "0.3")[1]
+    assert lax["low_bytes"] == find_wire_plan(trace, WireCost(link.cost(4), low), tolerance=0.3).predicted["low_bytes"]
+    assert run(["simulate", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-3:] == ["sent", "low", "precision"]
+    assert lines[1 + len(PLANNERS)].split()[-1].endswith("%")
+    assert lines[1].split()[-1] == "0%"
 
 
 def test_a_written_plan_of_both_precisions_is_simulated_as_it_says(
@@ -331,6 +379,40 @@ def test_the_plan_for_a_sharded_optimizer_stands_beside_those_that_all_reduce(
             assert row["all_reduced_bytes"] == plan.predicted["all_reduced_bytes"]
             if "--jitter" not in disturbed:
                 assert row["iteration_s"] == plan.predicted["iteration_s"]
+
+
+def test_fsdp2_stands_beside_those_that_all_reduce_with_memory_and_where_it_does_not_fit_a_line_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("--trace", "bert-h200-b32", "--network", "25gbe", "--workers", "4,64", "--planner", "bucket")
+    rows = rows_of(capsys, *given, "--engine", "ddp,fsdp2", "--scale", "1,2")
+    assert [row["planner"] for row in rows] == ["bucket", "fsdp2-block", "fsdp2-rest-in-root", "fsdp2"] * 4
+    for row in rows:
+        trace, cost = load_trace("bert-h200-b32").scaled(row["scale"]), load_network("25gbe").cost(row["workers"])
+        if row["planner"] == "fsdp2":
+            plan = plan_fsdp(trace, cost)
+            assert row["memory_bytes"] == plan.predicted["memory_bytes"]
+            assert row["iteration_s"] == pytest.approx(plan.predicted["iteration_s"])
+        assert row["bandwidth_bound_s"] <= row["iteration_s"] * (1 + 1e-12)
+        assert row["iteration_s"] == pytest.approx(row["compute_s"] + row["exposed_s"])
+        assert row["efficiency"] == pytest.approx(trace.compute_s / row["iteration_s"])
+        assert row["lower_bound_s"] <= row["iteration_s"] * (1 + 1e-12)
+    assert run(["simulate", *given, "--engine", "ddp,fsdp2", "--memory-limit", "600 MB"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0].endswith("memory a rank")
+    assert [line.split()[0] for line in printed.out.splitlines()[1:8]] == [
+        *("bucket", "fsdp2-block", "fsdp2-rest-in-root"),  # nothing of ours fits on 4 workers
+        *("bucket", "fsdp2-block", "fsdp2-rest-in-root", "fsdp2"),
+    ]
+    assert "4 workers: no plan for 'bert' fits into 600 MB: the least is 626 MB a rank" in printed.err
+    assert "64 workers: fsdp2 is " in printed.out
+    rows = rows_of(capsys, *given, "--engine", "ddp,fsdp2", "--memory-limit", "600 MB")
+    assert [row["fits"] for row in rows] == [False, False, False, False, True, True, True]
+    assert run(["simulate", *given, "--engine", "ddp,fsdp2", "--memory-limit", "1 MB"]) == 1
+    assert "the least is" in capsys.readouterr().err.splitlines()[-1]
+    for disturbed in (("--jitter", "0.1"), ("--in-flight", "2")):
+        assert run(["simulate", *given, "--engine", "ddp,fsdp2", *disturbed]) == 2
+        assert "fsdp2 is predicted undisturbed" in capsys.readouterr().err
 
 
 def test_the_table_has_bounds_and_gathers_and_a_line_says_what_sharding_gains(

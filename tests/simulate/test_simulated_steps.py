@@ -239,8 +239,8 @@ def replay(case: tuple[ModelTrace, LinearCost | PiecewiseCost, MergePlan], conte
     unsent = []
     for group, wire in zip(plan.groups, plan.wires, strict=True):
         num_bytes = sum(sizes[name] for name in group)
-        message_s = (low_precision_cost(cost) if wire else cost)(num_bytes)
-        unsent.append((max(ready[name] for name in group), message_s, taken_by(cost, num_bytes)))
+        kind = low_precision_cost(cost) if wire else cost
+        unsent.append((max(ready[name] for name in group), kind(num_bytes), taken_by(kind, num_bytes)))
     tick_s = scale_s(case, contention) / num_ticks
     now_s, done_s, taken_s, message_s, queue = 0.0, 0.0, 0.0, 0.0, list[float]()
     while unsent or queue or message_s > 0:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mgwfbp.errors import MgwfbpError
 from mgwfbp.run import LoggedStep, TrainingRun
-from mgwfbp.runtime.gloo import destroy_process_group
+from mgwfbp.runtime.messages.gloo import destroy_process_group
 from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.claim import Job
 from mgwfbp.train.config import TrainConfig

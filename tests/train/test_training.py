@@ -8,12 +8,14 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import LinearCost, MergePlan, PlanError, StrategyError, TrainError, TrainingRun, load_cost, load_trace
+from mgwfbp.costs import WireCost
 from mgwfbp.train.batches import Batches
 from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.config import TrainConfig
@@ -334,6 +336,28 @@ def test_a_tuned_run_with_a_sharded_optimizer_goes_on_with_its_plan_and_a_plain_
     assert (plain.groups, plain.gathers) == (plan.groups, ())
 
 
+def test_plans_for_a_sharded_optimizer_are_run_and_a_run_that_goes_on_has_the_same(tmp_path: Path) -> None:
+    plain = weights(train_to_end(replace(TINY, schedule="step"), tmp_path / "plain").folder)
+    names = MergePlan.load(tmp_path / "plain" / "plan.json").layer_names
+    half = MergePlan("tiny", "by hand", (names[:1], names[1:3], names[3:]), gathers=(names[3:][::-1], names[:1]))
+    half.save(tmp_path / "plan.json")
+    LinearCost(2, 1e-3, 1e-8).save(tmp_path / "cost.json")
+    given: dict[str, Any] = {"schedule": "step", "shard_optimizer": True}
+    for config in (
+        replace(TINY, strategy=str(tmp_path / "plan.json"), **given),
+        replace(TINY, strategy="optimal", cost=str(tmp_path / "cost.json"), **given),
+    ):
+        folder = tmp_path / Path(config.strategy).stem
+        first = train_to_end(replace(config, epochs=1), folder).plan
+        run = train_to_end(config, folder, resume=True)
+        assert first is not None
+        assert run.plan is not None
+        assert run.plan.messages == first.messages
+        assert first.planner == ("by hand" if config.cost is None else "sharded")
+        assert first.gathers == half.gathers if config.cost is None else first.gathers
+        assert equal(weights(run.folder), plain)
+
+
 def test_a_sharded_optimizer_is_refused_where_something_else_says_how_gradients_travel() -> None:
     for options in (
         {"strategy": "auto", "wire": "bfloat16"},
@@ -360,6 +384,18 @@ def test_a_planner_chooses_what_travels_in_low_precision_and_a_resumed_run_keeps
     assert given.plan.messages == before.plan.messages
 
 
+def test_what_converting_costs_is_measured_before_it_is_planned_and_read_where_it_is_given(tmp_path: Path) -> None:
+    config = replace(PLAIN, strategy="optimal+bf16", epochs=1)
+    measured = train_to_end(config, tmp_path / "measured").cost
+    assert isinstance(measured, WireCost)
+    assert measured.low.source["measured"] == "allreduce in bfloat16"
+    # A link so slow that every byte counts, and half of them no faster.
+    WireCost(LinearCost(2, 1e-6, 1e-3), LinearCost(2, 1e-6, 1e-3), "bfloat16").save(tmp_path / "cost.json")
+    given = train_to_end(replace(config, cost=str(tmp_path / "cost.json")), tmp_path / "given")
+    assert given.plan is not None
+    assert not given.plan.wire
+
+
 def test_precisions_that_a_strategy_cannot_have_are_refused_before_anything_starts(tmp_path: Path) -> None:
     plan = MergePlan("tiny", "by hand", (("a",),), wire=("bfloat16",))
     plan.save(tmp_path / "plan.json")
@@ -369,6 +405,9 @@ def test_precisions_that_a_strategy_cannot_have_are_refused_before_anything_star
     ):
         with pytest.raises(TrainError, match=words):
             check_strategy(replace(TINY, strategy=strategy, wire=wire), num_classes=10, channels=1)  # type: ignore[arg-type]
+    for strategy in ("auto", "optimal", "ddp+bf16"):
+        with pytest.raises(TrainError, match="wire_tolerance is for strategies 'optimal' and 'auto' with a wire"):
+            check_strategy(replace(TINY, strategy=strategy, wire_tolerance=0.1), num_classes=10, channels=1)
     with pytest.raises(StrategyError, match="'naive\\+bf16' is unknown"):
         check_strategy(replace(TINY, strategy="naive+bf16"), num_classes=10, channels=1)
     names = tuple(name for name, _ in build_model(TINY.model, num_classes=10, channels=1).named_parameters())

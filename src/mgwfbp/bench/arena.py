@@ -14,13 +14,13 @@ from mgwfbp.measure.workload import Workload, run_to_loss
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.strategies import parallel
-from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["Arena"]
 
-# Of comparing it takes 800 at most, and before and after that it observes some plans.
-MAX_TUNING_STEPS = 1000
+# Of comparing it takes 1,200 at most, and before and after that it observes some plans.
+MAX_TUNING_STEPS = 1400
 
 
 class Arena:

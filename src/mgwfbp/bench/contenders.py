@@ -67,7 +67,9 @@ def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
     toy = nn.Linear(1, 1)
     for name in names:
         base, _ = split_wire(name)
-        if base not in ("auto", "ddp", "mgwfbp", "optimal") and hook_mib(name) is None:  # need measurements, are known
+        if (
+            base not in ("auto", "ddp", "mgwfbp", "optimal", "cautious") and hook_mib(name) is None
+        ):  # need measurements, are known
             plan_for(toy, name)
     return tuple(names)
 

@@ -16,14 +16,14 @@ from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.workload import Workload
 from mgwfbp.plan import SHORT_WIRES
+from mgwfbp.ranges import MODEL_OFF
 from mgwfbp.results import BenchResult, StrategyResult
-from mgwfbp.runtime.decide import plan_cautiously
 from mgwfbp.runtime.strategies import split_wire
-from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["Case", "Listener", "contest", "num_steps"]
+__all__ = ["Case", "Progress", "contest", "num_steps"]
 
 # The turn without communication, among the strategies'.
 ALONE = "no communication"
@@ -50,8 +50,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """Who is told how far a contest is."""
+class Progress:
+    """What to call as a contest goes on."""
 
     on_steps: Callable[[int], object] = lambda _: None  # so many more steps are done
     on_turn: Callable[[int, Mapping[str, float]], object] = lambda _turn, _times: None
@@ -74,7 +74,7 @@ def contest(
     *,
     learns: bool = True,
     timelines: bool = True,
-    listener: Listener | None = None,
+    progress: Progress | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> BenchResult:
     """Measure strategies in interleaved turns and predict each. All ranks must call it.
@@ -85,20 +85,20 @@ def contest(
     ``learns`` some plans are watched next, and predictions and plans are made with the cost and the trace that training
     itself shows; without, with those of ``case``. With ``timelines`` every strategy is watched at the end.
     """
-    heard = listener or Listener()
+    progress = progress or Progress()
     arena = Arena(case.workload, case.trace, tune="auto" in strategies, **case.ddp_arguments)
     tunings = {}
     for name in strategies:
         base, wire = split_wire(name)
         if base == "auto":
-            tunings[name] = arena.tune(heard.on_steps, wire)
-            heard.on_phase(repr(tunings[name]))
+            tunings[name] = arena.tune(progress.on_steps, wire)
+            progress.on_phase(repr(tunings[name]))
     wires = dict.fromkeys(wire for _, wire in map(split_wire, strategies) if wire is not None)
-    learnt = _learn(case, arena, heard, list(wires)) if learns else Learnt(case.trace, case.cost)
+    learnt = _learn(case, arena, progress, list(wires)) if learns else Learnt(case.trace, case.cost)
     contenders = [_contender(name, case, learnt, tunings) for name in strategies]
     ways = {ALONE: arena.enter_alone, **{one.strategy: arena.way(one) for one in contenders}}
-    turns_s = take_turns(ways, schedule, arena.device, on_turn=heard.on_turn, on_steps=heard.on_steps)
-    seen = _watch(arena, contenders, heard) if timelines else {}
+    turns_s = take_turns(ways, schedule, arena.device, on_turn=progress.on_turn, on_steps=progress.on_steps)
+    seen = _watch(arena, contenders, progress) if timelines else {}
     recorded = Measured(case.trace, case.cost)
     before = Known(recorded, recorded, case.servers)
     after = Known(Measured(learnt.trace, case.cost), Measured(learnt.trace, learnt.both), case.servers)
@@ -117,7 +117,7 @@ def contest(
             predicted_timeline=predicted if timelines else None,
         )
         results.append(result)
-    untaught = {one.strategy: predict_contender(one, before) for one in contenders}
+    without_learning = {one.strategy: predict_contender(one, before) for one in contenders}
     return BenchResult(
         model=case.trace.model,
         workers=dist.get_world_size(),
@@ -135,39 +135,39 @@ def contest(
             "compute_turns_s": turns_s[ALONE],
             "recorded_compute_s": case.trace.compute_s,
             "learnt": learns,
+            "model_off": MODEL_OFF,  # in the ranges of predictions
             "predicted_before_learning_s": {
-                name: None if timeline is None else timeline.iteration_s for name, timeline in untaught.items()
+                name: None if timeline is None else timeline.iteration_s for name, timeline in without_learning.items()
             },
             "terms": [asdict(terms) for terms in learnt.terms],
             "swept_cost": case.cost.points,
-            "tuning": _told(tunings["auto"]) if "auto" in tunings else None,
-            **{f"tuning of {name}": _told(tuning) for name, tuning in tunings.items() if name != "auto"},
-            **({"low_cost": learnt.low_cost.points} if learnt.low_cost else {}),
+            "tuning": _summary(tunings["auto"]) if "auto" in tunings else None,
+            **{f"tuning of {name}": _summary(tuning) for name, tuning in tunings.items() if name != "auto"},
+            **({"low_cost": learnt.low_cost.to_json()} if learnt.low_cost else {}),
         },
     )
 
 
-def _learn(case: Case, arena: Arena, heard: Listener, wires: Sequence[str]) -> Learnt:
+def _learn(case: Case, arena: Arena, progress: Progress, wires: Sequence[str]) -> Learnt:
     names = [f"bucket-{mib}+{SHORT_WIRES[wire]}" for wire in wires[:1] for mib in LOW_MIB]
     plans = [make_contender(name, case.workload.model, case.trace, case.cost) for name in (*names, *LEARN_FROM)]
-    learnt = learn(arena, plans, case.trace, case.cost, on_steps=heard.on_steps)
+    learnt = learn(arena, plans, case.trace, case.cost, on_steps=progress.on_steps)
     for terms in learnt.terms:
-        heard.on_phase(f"in training, {terms}")
+        progress.on_phase(f"in training, {terms}")
     return learnt
 
 
 def _contender(name: str, case: Case, learnt: Learnt, tunings: Mapping[str, Tuning]) -> Contender:
     if name not in tunings:
-        planner = plan_cautiously if name == "optimal" else None
         cost = learnt.both if split_wire(name)[1] else learnt.cost
-        return make_contender(name, case.workload.model, learnt.trace, cost, planner)
+        return make_contender(name, case.workload.model, learnt.trace, cost)
     plan = tunings[name].plan
     if plan is None:  # the tuner gave up and left torch's own buckets
         return replace(make_contender("ddp", case.workload.model, learnt.trace, learnt.cost), strategy=name)
     return Contender(name, replace(plan, model=case.trace.model, planner=name), wire=split_wire(name)[1])
 
 
-def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> dict[str, Timeline]:
+def _watch(arena: Arena, contenders: Sequence[Contender], progress: Progress) -> dict[str, Timeline]:
     """Return a measured timeline of every strategy, this rank's."""
     seen = {}
     for contender in contenders:
@@ -175,7 +175,7 @@ def _watch(arena: Arena, contenders: Sequence[Contender], heard: Listener) -> di
             continue
         timeline = observe(arena, contender, WATCHED_STEPS).timeline
         seen[contender.strategy] = after_backward(timeline) if contender.strategy == "naive" else timeline
-        heard.on_steps(1 + WATCHED_STEPS)
+        progress.on_steps(1 + WATCHED_STEPS)
     return seen
 
 
@@ -189,7 +189,7 @@ def _same_plan(contenders: Sequence[Contender]) -> list[tuple[str, str]]:
     return [pair for pair in combinations(plans, 2) if plans[pair[0]] == plans[pair[1]]]
 
 
-def _told(tuning: Tuning) -> dict[str, Any]:
-    """Return what the tuner says about itself, without what the result says already."""
-    told = tuning.to_json()
-    return {name: told[name] for name in ("state", "reason", "steps", "candidates", "before_s", "after_s", "spent_s")}
+def _summary(tuning: Tuning) -> dict[str, Any]:
+    """Return the tuner's findings, without what the result has already."""
+    found = tuning.to_json()
+    return {name: found[name] for name in ("state", "reason", "steps", "candidates", "before_s", "after_s", "spent_s")}

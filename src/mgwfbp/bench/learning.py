@@ -13,9 +13,9 @@ from mgwfbp.bench.arena import Arena
 from mgwfbp.bench.contenders import Contender
 from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.costs import WireCost
-from mgwfbp.runtime.learn import Known
-from mgwfbp.runtime.observation import Observation
-from mgwfbp.runtime.steps import AgreedSteps, Note, Seen
+from mgwfbp.runtime.observe.learn import Learner
+from mgwfbp.runtime.observe.observation import Observation
+from mgwfbp.runtime.observe.steps import AgreedSteps, Note, Seen
 from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
@@ -84,19 +84,19 @@ def learn(
 ) -> Learnt:
     """Run one or more plans, observe them, and correct what was measured apart. All ranks must call it.
 
-    It learns as the tuner does, `Known`: gradients and messages in steps of their own. The gradients of the last plan
+    It learns as the tuner does, `Learner`: gradients and messages in steps of their own. The gradients of the last plan
     make the trace: let it be one whose messages overlap with the backward pass. What plans of other messages do to the
     backward pass tells what a message takes from it. Steps that something else held up are left out, as the median of a
     turn leaves them out.
     """
-    known: Known | None = None
+    known: Learner | None = None
     terms = []
     for contender in contenders:
         observed = observe(arena, contender, len(NOTES), notes=NOTES)
         on_steps(1 + len(NOTES))
         seen = observed.agreed()
         seen = replace(seen, **{note: undisturbed(getattr(seen, note)) for note in ("plain", "gradients", "messages")})
-        known = known or Known(observed.gradients, swept.workers, swept)
+        known = known or Learner(observed.gradients, swept.workers, swept)
         known.learn(contender.plan, seen)
         if contender.wire is not None:  # whose messages are not those of the sweep
             continue

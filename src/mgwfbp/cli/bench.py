@@ -11,7 +11,7 @@ from mgwfbp.cli.blame import failures_of
 from mgwfbp.cli.document import Grid, Section, to_markdown
 from mgwfbp.cli.machine import describe_run, meters, since
 from mgwfbp.cli.options import Output
-from mgwfbp.cli.output import check_writable, print_table, talk, write_record
+from mgwfbp.cli.output import check_writable, print_table, talk, talk_of_padding, write_record
 from mgwfbp.cli.progress import progress_bar
 from mgwfbp.cli.workers import network_name, process_group, rank, start_local_workers, under_launcher
 from mgwfbp.cli.workloads import (
@@ -64,7 +64,7 @@ def bench(
         bool, typer.Option(help="Plan and predict with what messages and gradients take in training, watched first.")
     ] = True,
     budget: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the sweep of message sizes.")] = 10.0,
-    tune_steps: Annotated[int, typer.Option(min=0, help="In which `auto` may compare plans, at most.")] = 800,
+    tune_steps: Annotated[int, typer.Option(min=0, help="In which `auto` may compare plans, at most.")] = 1200,
     batch_size: BatchSize = None,
     image_size: ImageSize = None,
     sequence_length: SequenceLength = None,
@@ -201,7 +201,7 @@ def _measured(workload: "Workload", trace: ModelTrace, wanted: _Wanted, ddp_argu
 
 
 def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: bool, timelines: bool) -> BenchResult:
-    from mgwfbp.bench.contest import Listener, contest, num_steps
+    from mgwfbp.bench.contest import Progress, contest, num_steps
 
     def on_turn(turn: int, times_s: Mapping[str, float]) -> None:
         shown = ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in times_s.items())
@@ -209,9 +209,9 @@ def _run(case: "Case", names: tuple[str, ...], schedule: "Schedule", learns: boo
 
     total = num_steps(names, schedule, learns=learns, timelines=timelines)
     with progress_bar("steps", total, shown=rank() == 0) as advance:
-        listener = Listener(on_steps=advance, on_turn=on_turn, on_phase=_tell)
+        progress = Progress(on_steps=advance, on_turn=on_turn, on_phase=_tell)
         source, before = describe_run(), meters()
-        result = contest(case, names, schedule, learns=learns, timelines=timelines, listener=listener, source=source)
+        result = contest(case, names, schedule, learns=learns, timelines=timelines, progress=progress, source=source)
     return replace(result, source={**result.source, **since(before)})
 
 
@@ -225,6 +225,8 @@ def _show(result: BenchResult, output: str | None, markdown: str | None) -> None
     if output is not None:
         print_table(titles, rows)
     talk(f"{result!r}; {summary}")
+    if result.cost is not None:
+        talk_of_padding(result.cost)
     if markdown is not None:
         heading = f"{result.model}, {plural(result.workers, 'worker')}, {result.network}"
         table = Grid(titles, tuple(rows))

@@ -13,7 +13,7 @@ from mgwfbp.units import quote
 
 __all__ = ["Engine", "Engines", "check_without_wire", "read_engines", "talk_of_halves"]
 
-ENGINES = ("ddp", "sharded")
+ENGINES = ("ddp", "sharded", "fsdp2")
 Engine = Annotated[
     Literal["ddp", "sharded", "fsdp2"],
     typer.Option(
@@ -24,21 +24,26 @@ Engine = Annotated[
 ]
 Engines = Annotated[
     str,
-    typer.Option("--engine", metavar="NAMES", help="ddp, or ddp,sharded: the plan for a sharded optimizer, too."),
+    typer.Option(
+        "--engine",
+        metavar="NAMES",
+        help="Who trains: ddp, or ddp and any of sharded (a sharded optimizer) and fsdp2 (torch's fully_shard, planned "
+        "and by block): ddp,sharded,fsdp2.",
+    ),
 ]
 
 
-def read_engines(text: str, wire: str | None) -> bool:
-    """Return whether the plan for a sharded optimizer was asked for, or refuse what cannot be."""
+def read_engines(text: str, wire: str | None) -> frozenset[str]:
+    """Return who was asked for, or refuse what cannot be."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ENGINES:
-            raise typer.BadParameter(f"{quote(name)}, expected ddp or ddp,sharded", param_hint="--engine")
+            raise typer.BadParameter(f"{quote(name)}, expected ddp or ddp,sharded,fsdp2", param_hint="--engine")
     if "ddp" not in names:
-        raise typer.BadParameter("steps are compared with those of ddp; give ddp,sharded", param_hint="--engine")
-    if "sharded" in names:
+        raise typer.BadParameter("steps are compared with those of ddp; give ddp,sharded,fsdp2", param_hint="--engine")
+    if len(names) > 1:
         check_without_wire(wire)
-    return "sharded" in names
+    return frozenset(names)
 
 
 def check_without_wire(wire: str | None) -> None:

@@ -1,7 +1,9 @@
 """``mgwfbp measure``: the backward pass, the network, and what a processor we do not have would do."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -26,7 +28,7 @@ from mgwfbp.cli.workloads import (
     device_of,
 )
 from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.costs import ShardedCost
+from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.measure.devices import DEVICES
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import plural
@@ -119,11 +121,20 @@ def allreduce(
             "them.",
         ),
     ] = False,
+    wire: Annotated[
+        Literal["bfloat16", "float16"] | None,
+        typer.Option(
+            help="Measure messages in this precision, too, with converting, as a model with wire= sends them: "
+            "--wire-cost of other commands reads the file."
+        ),
+    ] = None,
     output: Output = None,
 ) -> None:
     """Measure what all-reduces take between the workers."""
     if not (math.isfinite(max_mb) and math.isfinite(budget)):
         raise typer.BadParameter("expected finite numbers", param_hint=["--max-mb", "--budget"])
+    if wire and (halves or dtype != "float32"):
+        raise typer.BadParameter("goes with all-reduces of float32 only", param_hint="--wire")
     max_bytes = load_trace(trace).grad_bytes if trace else int(max_mb * 1e6)
     check_device(device)
     start_local_workers(workers)
@@ -133,7 +144,7 @@ def allreduce(
         )
     import torch
 
-    from mgwfbp.measure.allreduce import measure_allreduce, measure_halves
+    from mgwfbp.measure.allreduce import measure_allreduce, measure_halves, measure_wire
 
     with process_group(device, backend), progress_bar("all-reduce", 1.0, shown=rank() == 0) as advance:
         done, network = 0.0, network_name()
@@ -143,19 +154,16 @@ def allreduce(
             advance(fraction - done)
             done = fraction
 
-        measured = measure_halves if halves else measure_allreduce
-        cost = measured(
-            device=device_of(device),
-            max_bytes=max(8, max_bytes),
-            budget_s=budget,
-            dtype=getattr(torch, dtype),
-            on_progress=on_progress,
+        of_type = {"dtype": getattr(torch, dtype)}
+        measured: Callable[..., PiecewiseCost | ShardedCost | WireCost] = (
+            partial(measure_wire, wire) if wire else partial(measure_halves if halves else measure_allreduce, **of_type)
         )
+        cost = measured(device=device_of(device), max_bytes=max(8, max_bytes), budget_s=budget, on_progress=on_progress)
     if rank() == 0:
         _write_cost(cost, network, output)
 
 
-def _write_cost(cost: PiecewiseCost | ShardedCost, network: str, output: str | None) -> None:
+def _write_cost(cost: PiecewiseCost | ShardedCost | WireCost, network: str, output: str | None) -> None:
     """Write what was measured, name the network in it, and say how near each curve is to its samples."""
 
     def named(part: LinearCost | PiecewiseCost) -> LinearCost | PiecewiseCost:
@@ -165,6 +173,10 @@ def _write_cost(cost: PiecewiseCost | ShardedCost, network: str, output: str | N
         halves = {"reduce-scatter: ": named(cost.reduce_scatter), "all-gather: ": named(cost.all_gather)}
         parts = {"": named(cost.all_reduce), **halves}
         write_record(ShardedCost(*parts.values()), output)
+    elif isinstance(cost, WireCost):
+        parts = {"": named(cost.full), f"in {cost.wire}: ": named(cost.low)}
+        full, low = parts.values()
+        write_record(WireCost(full, low, cost.wire), output)
     else:
         parts = {"": named(cost)}
         write_record(parts[""], output)

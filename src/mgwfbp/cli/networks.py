@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.costs import ShardedCost, cost_with_halves, full_precision_cost
+from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+from mgwfbp.costs import ShardedCost, WireCost, cost_with_halves, cost_with_low
 from mgwfbp.files import naming, read_json
 from mgwfbp.network import ALGORITHMS, PRESETS, Network, load_network
 from mgwfbp.simulate import Cluster, CostSource, MeasuredCluster
@@ -58,45 +58,60 @@ class Links:
             )
         return Cluster(link, self._inside, self._per_node, (self._slow_link,))
 
-    def source(self, name: str, option: str = "--network", *, with_halves: bool = False) -> CostSource:
-        """Return the cluster, or the workers of a measured cost, of which nothing else can be said."""
-        found = _cost_or_network(name)
+    def source(
+        self, name: str, option: str = "--network", *, with_halves: bool = False, wire: str | None = None
+    ) -> CostSource:
+        """Return the cluster, or the workers of a measured cost, of which nothing else can be said.
+
+        With what the halves of an all-reduce cost, or messages in a low precision, where that is asked for and known.
+        """
+        found = _cost_or_network(name, wire, with_halves=with_halves)
         if isinstance(found, Network):
             return self.join(found)
         if self._algorithm or self._inside or self._slow_link != 1.0:
             raise typer.BadParameter(
                 f"{name} is a measured cost; --algorithm, --inside and --slow-link need a network", param_hint=option
             )
-        return MeasuredCluster(printable(name), found if with_halves else full_precision_cost(found))
+        return MeasuredCluster(printable(name), found)
 
 
-def read_cost(name: str, workers: int | None, links: Links) -> LinearCost | PiecewiseCost:
-    """Return what --cost stands for: a cost, or that of a network between so many workers."""
-    found = read_cost_with_halves(name, workers, links)
-    return found.all_reduce if isinstance(found, ShardedCost) else found
+def read_cost(
+    name: str, workers: int | None, links: Links, wire: str | None = None
+) -> LinearCost | PiecewiseCost | WireCost:
+    """Return what --cost stands for: a cost, or that of a network between so many workers.
+
+    With what messages in this low precision cost, where that was measured.
+    """
+    found = _cost_of(links.source(name, "--cost", wire=wire), name, workers)
+    assert isinstance(found, LinearCost | PiecewiseCost | WireCost)  # noqa: S101 - no halves were asked for
+    return found
 
 
 def read_cost_with_halves(name: str, workers: int | None, links: Links) -> LinearCost | PiecewiseCost | ShardedCost:
     """Return what --cost stands for, with what the halves of an all-reduce cost where that was measured."""
-    source = links.source(name, "--cost", with_halves=True)
+    found = _cost_of(links.source(name, "--cost", with_halves=True), name, workers)
+    assert isinstance(found, LinearCost | PiecewiseCost | ShardedCost)  # noqa: S101 - nor low precision here
+    return found
+
+
+def _cost_of(source: CostSource, name: str, workers: int | None) -> Cost:
     if isinstance(source, MeasuredCluster):
-        cost = source.cost(workers or source.measured.workers)  # which refuses any other number
-    elif workers is None:
+        return source.cost(workers or source.measured.workers)  # which refuses any other number
+    if workers is None:
         raise typer.BadParameter(
             f"missing; {name} is a network and does not say how many it joins", param_hint="--workers"
         )
-    else:
-        cost = source.cost(workers)
-    if not isinstance(cost, LinearCost | PiecewiseCost | ShardedCost):  # no other kind is read from a file
-        raise typer.BadParameter(f"{name} is no cost that can be written", param_hint="--cost")
-    return cost
+    return source.cost(workers)
 
 
-def _cost_or_network(name: str) -> LinearCost | PiecewiseCost | ShardedCost | Network:
+def _cost_or_network(
+    name: str, wire: str | None, *, with_halves: bool
+) -> LinearCost | PiecewiseCost | WireCost | ShardedCost | Network:
     """Return what a preset's name or a file stands for, read once: a pipe gives its content only once."""
     if name.lower() in PRESETS or not os.path.exists(name):  # noqa: PTH110 - a name may be too long for a file's
         return load_network(name)
     data = read_json(name)
     with naming(name):
-        is_cost = isinstance(data, dict) and data.get("format") == LinearCost.FORMAT
-        return cost_with_halves(data) if is_cost else Network.from_json(data)
+        if not isinstance(data, dict) or data.get("format") != LinearCost.FORMAT:
+            return Network.from_json(data)
+        return cost_with_halves(data) if with_halves else cost_with_low(data, wire)

@@ -54,7 +54,7 @@ FirstBucketMb = Annotated[
 PlannerName = Annotated[
     str,
     typer.Option(
-        "--planner", metavar="NAME", help=f"Who makes the plan: {', '.join(PLANNERS)}, or bucket-N for N MiB."
+        "--planner", metavar="NAME", help=f"Who makes the plan: {', '.join(PLANNERS)}, cautious, or bucket-N for N MiB."
     ),
 ]
 DEFAULT_BUCKET_MB = DEFAULT_BUCKET_BYTES / _MIB

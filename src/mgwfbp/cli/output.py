@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.cost import Cost
 from mgwfbp.errors import FileError
 from mgwfbp.files import show_path
+from mgwfbp.fitting import padding_words
 from mgwfbp.record import Record
-from mgwfbp.units import format_bytes, plural, printable
+from mgwfbp.units import printable
 
 __all__ = ["check_not_input", "check_writable", "print_line", "print_table", "talk", "talk_of_padding", "write_record"]
 
@@ -31,12 +32,10 @@ def talk(message: str) -> None:
         typer.echo(printable(message), err=True)
 
 
-def talk_of_padding(cost: LinearCost | PiecewiseCost) -> None:
+def talk_of_padding(cost: Cost) -> None:
     """Say which sizes of a sweep are planned with the time of larger ones, if any are."""
-    sizes = [size for size, _ in cost.source.get("padded", ())]
-    if sizes:
-        where = f"{plural(len(sizes), 'size')} from {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
-        talk(f"larger messages are faster than those of {where}, which are planned as if padded (DDP does not pad)")
+    if words := padding_words(cost):
+        talk(words)
 
 
 def print_line(text: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from mgwfbp.cli.engine import Engine, check_without_wire, talk_of_halves
+from mgwfbp.cli.fsdp import FsdpOptions, MemoryLimit, ParamDtype, ReduceDtype, States, read_options
 from mgwfbp.cli.networks import CostOrNetwork, Inside, Links, NetworkWorkers, PerNode, read_cost, read_cost_with_halves
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
@@ -19,16 +20,28 @@ from mgwfbp.cli.options import (
     find_planner,
     planners,
 )
-from mgwfbp.cli.output import check_not_input, print_line, talk, write_record
-from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost, with_low_cost
+from mgwfbp.cli.output import check_not_input, print_line, talk, talk_of_padding, write_record
+from mgwfbp.cli.wire import (
+    Wire,
+    WireCostFile,
+    WireTolerance,
+    check_tolerance,
+    read_low_cost,
+    talk_of_low_cost,
+    with_low_cost,
+)
 from mgwfbp.cost import Cost
+from mgwfbp.costs import WireCost
 from mgwfbp.files import write_text
+from mgwfbp.memory import STATES
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
 from mgwfbp.planners.fsdp import plan_fsdp
 from mgwfbp.planners.slack import TIE
+from mgwfbp.planners.wire import DEFAULT_TOLERANCE
+from mgwfbp.ranges import RANGE_WORDS
 from mgwfbp.trace import ModelTrace, load_trace
-from mgwfbp.units import format_bytes, format_seconds, parse_bytes
+from mgwfbp.units import format_bytes, format_range, format_seconds
 
 __all__ = ["plan"]
 
@@ -48,14 +61,11 @@ def plan(
     ] = "json",
     wire: Wire = None,
     wire_cost: WireCostFile = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="With --engine fsdp2: what a rank may have for parameters, gradients and the optimizer's state, "
-            "without activations, such as 40GiB.",
-        ),
-    ] = None,
+    wire_tolerance: WireTolerance = None,
+    memory_limit: MemoryLimit = None,
+    param_dtype: ParamDtype = "float32",
+    reduce_dtype: ReduceDtype = None,
+    states: States = STATES,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
 ) -> None:
@@ -73,57 +83,66 @@ def plan(
             raise typer.BadParameter(f"planner {planner} knows no gathers; give optimal", param_hint="--engine")
         if form == "torch":
             raise typer.BadParameter("torch's DDP all-reduces all messages; give json", param_hint="--format")
-    if memory_limit is not None and engine != "fsdp2":
-        raise typer.BadParameter(f"{engine} keeps all parameters; give --engine fsdp2", param_hint="--memory-limit")
+    options = read_options(engine, memory_limit, param_dtype, reduce_dtype, states)
     model_trace, low, links = load_trace(trace), read_low_cost(wire, wire_cost), Links(per_node, inside)
-    talk_of_low_cost(wire, wire_cost)
+    check_tolerance(wire, wire_tolerance)
+    tolerance = DEFAULT_TOLERANCE if wire_tolerance is None else wire_tolerance
     if engine == "fsdp2":
-        _plan_fsdp(model_trace, read_cost_with_halves(cost, workers, links), memory_limit, output)
+        _plan_fsdp(model_trace, read_cost_with_halves(cost, workers, links), options, output)
         return
     if is_sharded:
         halves = read_cost_with_halves(cost, workers, links)
+        talk_of_padding(halves)
         found = find_sharded_plan(model_trace, halves)
         talk_of_halves(model_trace, [halves])
     else:
-        both = with_low_cost(read_cost(cost, workers, links), low)
-        found = find_wire_plan(model_trace, both, wire) if wire else find_plan(model_trace, both, chosen)
+        both = with_low_cost(read_cost(cost, workers, links, wire), low)
+        talk_of_low_cost(wire, is_known=isinstance(both, WireCost))
+        talk_of_padding(both)
+        if wire:
+            found = find_wire_plan(model_trace, both, wire, tolerance=tolerance)
+        else:
+            found = find_plan(model_trace, both, chosen)
     if form == "torch":
         _write_caps(found.bucket_cap_mb_list(model_trace), output)
     else:
         write_record(found, output)
     predicted = found.predicted
+    between = ""
+    if "low_s" in predicted:
+        between = f" ({format_range(predicted['low_s'], predicted['high_s'])}: {RANGE_WORDS})"
     talk(
-        f"{found!r}: step {format_seconds(predicted['iteration_s'])}, {format_seconds(predicted['exposed_s'])} of it "
-        f"exposed communication; no plan can be below {format_seconds(predicted['lower_bound_s'])}"
+        f"{found!r}: step {format_seconds(predicted['iteration_s'])}{between}, "
+        f"{format_seconds(predicted['exposed_s'])} of it exposed communication; no plan can be below "
+        f"{format_seconds(predicted['lower_bound_s'])}"
     )
     if wire:
-        talk(_low_words(found, wire, model_trace.grad_bytes))
+        talk(_low_words(found, wire, model_trace.grad_bytes, tolerance))
     if is_sharded:
         talk(_sharded_words(found, model_trace.grad_bytes))
 
 
-def _plan_fsdp(trace: ModelTrace, cost: Cost, memory_limit: str | None, output: str | None) -> None:
+def _plan_fsdp(trace: ModelTrace, cost: Cost, options: FsdpOptions, output: str | None) -> None:
     """Plan for FSDP2, write the plan and say what it is expected to give."""
-    try:
-        limit = None if memory_limit is None else parse_bytes(memory_limit)
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem), param_hint="--memory-limit") from None
-    found = plan_fsdp(trace, cost, memory_limit=limit)
+    found = plan_fsdp(trace, cost, memory_limit=options.limit, precision=options.precision)
     talk_of_halves(trace, [cost])
+    talk_of_padding(cost)
     write_record(found, output)
     predicted = found.predicted
     talk(
         f"{found!r}: step {format_seconds(predicted['iteration_s'])}, {format_seconds(predicted['exposed_s'])} of it "
-        f"exposed communication; no plan can be below {format_seconds(predicted['lower_bound_s'])}; "
-        f"{format_bytes(predicted['memory_bytes'])} a rank, with two states of the optimizer and without activations"
+        f"exposed communication; no plan{'' if options.limit is None else ' that fits'} can be below "
+        f"{format_seconds(predicted['lower_bound_s'])}; {format_bytes(predicted['memory_bytes'])} a rank, with "
+        f"{options.states_words} and without activations"
     )
 
 
-def _low_words(plan: MergePlan, wire: str, all_bytes: int) -> str:
+def _low_words(plan: MergePlan, wire: str, all_bytes: int, tolerance: float) -> str:
     """Say how much travels in low precision, and how near that is to the least."""
     low_bytes, bound = plan.predicted["low_bytes"], plan.predicted["low_bytes_bound"]
     least = "the least" if low_bytes == bound else f"no plan has less than {format_bytes(bound)}"
-    return f"{format_bytes(low_bytes)} of {format_bytes(all_bytes)} in {wire}: {least} within 1 % of the shortest step"
+    within = f"within {tolerance * 100:g} % of the shortest step"
+    return f"{format_bytes(low_bytes)} of {format_bytes(all_bytes)} in {wire}: {least} {within}"
 
 
 def _sharded_words(plan: MergePlan, all_bytes: int) -> str:

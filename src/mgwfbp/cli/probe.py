@@ -35,7 +35,7 @@ def _ask_torch() -> dict[str, Any]:
 
     if not dist.is_available():
         return {"lacks": ["torch.distributed"], "gpus": [], "backends": {}}
-    from mgwfbp.runtime.reducer import missing
+    from mgwfbp.runtime.reducer.support import missing
 
     gpus = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
     backends = {
@@ -58,7 +58,7 @@ def _all_reduce(backend: str, device: str) -> None:
     try:
         dist.all_reduce(torch.ones(1, device=device))
     finally:
-        from mgwfbp.runtime.gloo import destroy_process_group
+        from mgwfbp.runtime.messages.gloo import destroy_process_group
 
         with suppress(Exception):  # what went wrong is known by now
             destroy_process_group()

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,12 +20,22 @@ from mgwfbp.cli.options import (
     worker_counts,
 )
 from mgwfbp.cli.output import check_not_input, talk
-from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost
+from mgwfbp.cli.wire import (
+    Wire,
+    WireCostFile,
+    WireTolerance,
+    check_tolerance,
+    read_low_cost,
+    talk_of_low_cost,
+    wire_planner,
+)
 from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.costs import WireCost
 from mgwfbp.errors import FileError, ReportError
 from mgwfbp.files import show_path, write_bytes, write_text
 from mgwfbp.network import PRESETS, load_network
-from mgwfbp.planners import PLANNERS, Planner, plan_wire, wire_planner_name
+from mgwfbp.planners import PLANNERS, Planner, wire_planner_name
+from mgwfbp.report.fsdp import draw_fsdp_case, find_fsdp_cases, fsdp_events
 from mgwfbp.report.inputs import Inputs, load_inputs
 from mgwfbp.report.matching import find_cases
 from mgwfbp.report.page import build_page
@@ -57,8 +66,8 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="INPUT...",
-            help="Traces, costs, networks, plans, timelines, benchmark results, `simulate --json`, folders of runs; "
-            "names of recorded traces and networks, too.",
+            help="Traces, costs, networks, plans, timelines, benchmark results, `simulate --json`, folders of runs, "
+            "profiles of FSDP2 by torch.profiler; names of recorded traces and networks, too.",
             show_default=False,
         ),
     ] = None,
@@ -89,6 +98,7 @@ def report(
     ] = None,
     wire: Wire = None,
     wire_cost: WireCostFile = None,
+    wire_tolerance: WireTolerance = None,
     title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
     bucket_mb: BucketMb = DEFAULT_BUCKET_MB,
     first_bucket_mb: FirstBucketMb = DEFAULT_FIRST_BUCKET_MB,
@@ -108,15 +118,21 @@ def report(
     given = _on_nodes(given, counts, Links(per_node, inside)) if inside is not None or per_node > 1 else given
     everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
     given = _with_low_cost(given, counts, read_low_cost(wire, wire_cost))
+    check_tolerance(wire, wire_tolerance)
     if wire is not None:
+        given = replace(given, lows=tuple((name, both) for name, both in given.lows if both.wire == wire))
         runs = _planned_runs(given)
         has_trace = bool(given.traces and (given.costs or given.networks))
         if not (has_trace or runs) or figure not in (None, "timelines"):
             missing = "nothing is planned here: give a trace and a cost, or a trace and a network with --workers"
             raise typer.BadParameter(missing, param_hint="--wire")
-        if has_trace or any("low_cost" not in (run.tuning or {}) for run in runs):  # a run's tuner may have learnt it
-            talk_of_low_cost(wire, wire_cost)
-        everyone[wire_planner_name(wire)] = partial(plan_wire, wire=wire)
+        # A run's tuner may have learnt it, or it was measured when the run began.
+        knows = [isinstance(run.cost, WireCost) or "low_cost" in (run.tuning or {}) for run in runs]
+        if has_trace:
+            knows += [given.low_of(name) is not None for name, _ in given.costs]
+            knows += [given.low_cost is not None for _ in given.networks]
+        talk_of_low_cost(wire, is_known=given.low_cost is not None or all(knows))
+        everyone[wire_planner_name(wire)] = wire_planner(wire, wire_tolerance)
     if chosen == "html":
         heading = None if title is None else printable(title)
         _write(build_page(given, workers=counts, planners=everyone, title=heading), output)
@@ -124,9 +140,13 @@ def report(
         _write(_text(given, counts, everyone), output)
     elif chosen == "perfetto":
         timelines = timelines_of(find_cases(given, workers=counts, planners=everyone))
-        if not timelines:
+        fsdp = find_fsdp_cases(given, counts)
+        if not timelines and not fsdp:
             raise ReportError("there is no timeline: give a trace and a cost, a timeline, a benchmark or a run")
-        _write(json.dumps(to_perfetto(timelines), allow_nan=False) + "\n", output)
+        found = to_perfetto(timelines)
+        first = 1 + max((event["pid"] for event in found["traceEvents"]), default=0)
+        found["traceEvents"] += fsdp_events(fsdp, first)
+        _write(json.dumps(found, allow_nan=False) + "\n", output)
     else:
         _write_figures(given, counts, everyone, chosen, figure or "timelines", output)
 
@@ -175,6 +195,7 @@ def _write(text: str, output: str | None) -> None:
 def _text(given: Inputs, counts: list[int], everyone: dict[str, Planner]) -> str:
     width = min(200, max(40, shutil.get_terminal_size((100, 24)).columns))
     parts = [draw_case(case, width=width) for case in find_cases(given, workers=counts, planners=everyone)]
+    parts += [draw_fsdp_case(case, width=width) for case in find_fsdp_cases(given, counts)]
     parts += [printable(words) + "\n" for words in summarize_scaling([row for _, rows in given.sweeps for row in rows])]
     parts += [printable(words) + "\n" for words in summarize_runs(given.runs)]
     if not parts:

@@ -1,12 +1,25 @@
 """``mgwfbp simulate``: what N workers would give."""
 
 import json
-from functools import partial
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from mgwfbp.bounds import lower_bound_s, sharded_lower_bound_s
 from mgwfbp.cli.engine import Engines, read_engines, talk_of_halves
+from mgwfbp.cli.fsdp import (
+    FSDP2,
+    FsdpOptions,
+    FsdpPlanners,
+    MemoryLimit,
+    ParamDtype,
+    ReduceDtype,
+    States,
+    memory_bytes,
+    memory_words,
+    read_options,
+)
 from mgwfbp.cli.networks import Inside, Links, PerNode
 from mgwfbp.cli.options import (
     DEFAULT_BUCKET_MB,
@@ -18,13 +31,23 @@ from mgwfbp.cli.options import (
     planners,
     worker_counts,
 )
-from mgwfbp.cli.output import print_line, print_table, talk
+from mgwfbp.cli.output import print_line, print_table, talk, talk_of_padding
 from mgwfbp.cli.progress import show_progress
-from mgwfbp.cli.wire import Wire, WireCostFile, read_low_cost, talk_of_low_cost
+from mgwfbp.cli.wire import (
+    Wire,
+    WireCostFile,
+    WireTolerance,
+    check_tolerance,
+    read_low_cost,
+    talk_of_low_cost,
+    wire_planner,
+)
 from mgwfbp.cost import LinearCost, PiecewiseCost
+from mgwfbp.costs import WireCost
+from mgwfbp.memory import STATES
 from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import PLANNERS, SHARDED, Planner, plan_sharded, plan_wire, wire_planner_name
+from mgwfbp.planners import PLANNERS, SHARDED, Planner, plan_sharded, wire_planner_name
 from mgwfbp.simulate import (
     BASELINES,
     CostSource,
@@ -38,9 +61,9 @@ from mgwfbp.simulate import (
     find_limits,
     sweep,
 )
-from mgwfbp.simulate.scenario import MAX_JITTER
-from mgwfbp.timeline import lower_bound_s, sharded_lower_bound_s
-from mgwfbp.trace import load_trace
+from mgwfbp.simulate.fsdp import sweep_fsdp
+from mgwfbp.simulate.scenario import IDEAL, MAX_JITTER
+from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_bytes, format_seconds, plural, printable
 
 __all__ = ["print_rows", "simulate", "strategy_of"]
@@ -74,7 +97,12 @@ def simulate(
     ] = None,
     wire: Wire = None,
     wire_cost: WireCostFile = None,
+    wire_tolerance: WireTolerance = None,
     engine: Engines = "ddp",
+    memory_limit: MemoryLimit = None,
+    param_dtype: ParamDtype = "float32",
+    reduce_dtype: ReduceDtype = None,
+    states: States = STATES,
     scale: Annotated[
         str, typer.Option(metavar="X,X,...", help="Computation times this: batch above 1, faster device below.")
     ] = "1",
@@ -115,39 +143,74 @@ def simulate(
     if steps is None:
         steps = DEFAULT_JITTERED_STEPS if jitter else 1
     scenario = Scenario(jitter, jitter_shared, tuple(straggler or ()), contention, in_flight, steps, seed)
-    is_sharded = read_engines(engine, wire)
+    engines = read_engines(engine, wire)
+    is_sharded, is_fsdp = "sharded" in engines, FSDP2 in engines
+    options = read_options(engine, memory_limit, param_dtype, reduce_dtype, states)
+    limit = options.limit
+    if is_fsdp and scenario != replace(IDEAL, jitter_shared=jitter_shared, steps=steps, seed=seed):
+        raise typer.BadParameter(
+            "fsdp2 is predicted undisturbed: leave out jitter, stragglers, contention and messages in flight",
+            param_hint="--engine",
+        )
     names = ",".join(planner).split(",") if planner else [] if plan else list(PLANNERS)
     chosen = planners(bucket_mb, first_bucket_mb)
     strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
+    check_tolerance(wire, wire_tolerance)
     if wire:
-        strategies.append(Strategy(wire_planner_name(wire), partial(plan_wire, wire=wire)))
+        strategies.append(Strategy(wire_planner_name(wire), wire_planner(wire, wire_tolerance)))
     if is_sharded:
         strategies.append(Strategy(SHARDED, plan_sharded, bound=sharded_lower_bound_s))
     links = Links(per_node, inside, algorithm, slow_link)
-    sources = [links.source(name, with_halves=is_sharded) for name in network]
+    sources = [links.source(name, with_halves=len(engines) > 1, wire=wire) for name in network]
     counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
     low = read_low_cost(wire, wire_cost)
     if low is not None:
         sources = [_with_low_cost(sources, counts, low)]
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
     model = load_trace(trace)
-    talk_of_low_cost(wire, wire_cost)
-    if is_sharded:
+    if wire:
+        costs = (source.cost(count) for source in sources for count in counts)
+        talk_of_low_cost(wire, is_known=all(isinstance(cost, WireCost) for cost in costs))
+    for source in sources:
+        talk_of_padding(source.cost(counts[0]))
+    if len(engines) > 1:
         talk_of_halves(model, [source.cost(count) for source in sources for count in counts])
     rows = list(show_progress(sweep(model, grid, scenario), grid.num_points, "simulating"))
+    if is_fsdp:
+        rows = _with_fsdp(rows, model, grid, options)
+    has_wire = wire is not None or any(row.low_bytes for row in rows)
     if as_json:
-        typer.echo(json.dumps([row.to_json(with_gathers=is_sharded) for row in rows], indent=1, allow_nan=False))
+        found = [row.to_json(with_gathers=len(engines) > 1, with_wire=has_wire) for row in rows]
+        if limit is not None:
+            found = [{**row, "fits": row["memory_bytes"] <= limit} for row in found]
+        typer.echo(json.dumps(found, indent=1, allow_nan=False))
         return
     talk(repr(model))
     by_network = sorted(rows, key=lambda row: [source.name for source in sources].index(row.network))
-    print_rows(by_network, with_gathers=is_sharded)
+    if is_fsdp:
+        talk(f"memory a rank: parameters, gradients and {options.states_words}, without activations")
+    print_rows(by_network, with_gathers=len(engines) > 1, with_wire=has_wire, limit=limit)
     # What merging gains is said of messages as they are, and all-reduced.
     others = (SHARDED if is_sharded else None, wire_planner_name(wire) if wire else None)
     for finding in find_limits(row for row in rows if row.planner not in others and not row.num_gathers):
         print_line(str(finding))
-    if is_sharded:
-        for gain in find_gains(rows, SHARDED):
+    for name in (*((SHARDED,) if is_sharded else ()), *((FSDP2,) if is_fsdp else ())):
+        for gain in find_gains(rows, name):
             print_line(str(gain))
+
+
+def _with_fsdp(rows: list[SweepRow], trace: ModelTrace, grid: Grid, options: FsdpOptions) -> list[SweepRow]:
+    """Add what a rank holds to every row, and the rows of FSDP2 behind those of their point."""
+    fsdp, states = FsdpPlanners(options), options.precision.states
+    found = list(sweep_fsdp(trace, grid, fsdp.listed()))
+    fsdp.check_any()
+    held = [
+        replace(row, memory_bytes=memory_bytes(trace.grad_bytes, row.all_reduced_bytes, row.workers, states))
+        for row in rows
+    ]
+    points = dict.fromkeys((row.scale, row.workers, row.network) for row in rows)
+    every = [*held, *found]
+    return [row for point in points for row in every if (row.scale, row.workers, row.network) == point]
 
 
 def _with_low_cost(sources: list[CostSource], counts: list[int], low: LinearCost | PiecewiseCost) -> CostSource:
@@ -190,13 +253,25 @@ def _scales(text: str) -> list[float]:
     return scales
 
 
-def print_rows(rows: list[SweepRow], *, with_gathers: bool = False) -> None:
-    """Print a sweep as a table, with bounds and gathers or without; columns that say the same of all are left out."""
+def print_rows(
+    rows: list[SweepRow], *, with_gathers: bool = False, with_wire: bool = False, limit: int | None = None
+) -> None:
+    """Print a sweep as a table; columns that say the same of all are left out.
+
+    With bounds and gathers or without; with bytes sent, and the share of gradients in low precision, or without.
+
+    What needs more memory than the limit is marked.
+    """
     several_networks = len({row.network for row in rows}) > 1
     several_scales = len({row.scale for row in rows}) > 1
     several_steps = any(row.steps > 1 for row in rows)
-    titles = ["planner", "workers", "messages", "step", "exposed", "speedup", "efficiency", "made of"]
+    has_taken = any(row.taken_s for row in rows)
+    titles = ["planner", "workers", "messages", "step", "exposed", *["taken"] * has_taken]
+    titles += ["speedup", "efficiency", "made of"]
+    titles += ["sent", "low precision"] if with_wire else []
     titles += ["bound", "gathers", "all-reduced"] if with_gathers else []
+    has_memory = any(row.memory_bytes is not None for row in rows)
+    titles += ["memory a rank"] if has_memory else []
     table = []
     for row in rows:
         cells = [
@@ -205,16 +280,21 @@ def print_rows(rows: list[SweepRow], *, with_gathers: bool = False) -> None:
             str(row.num_groups),
             format_seconds(row.iteration_s),
             format_seconds(row.exposed_s),
+            *([format_seconds(row.taken_s)] if has_taken else []),
             f"{row.speedup:.4g}",
             f"{row.efficiency:.1%}",
             row.limit,
         ]
+        if with_wire:
+            cells += [format_bytes(row.sent_bytes), f"{row.low_share:.0%}"]
         if with_gathers:
             cells += [
                 "-" if row.lower_bound_s is None else format_seconds(row.lower_bound_s),
                 str(row.num_gathers),
                 format_bytes(row.all_reduced_bytes),
             ]
+        if has_memory:
+            cells.append("-" if row.memory_bytes is None else memory_words(row.memory_bytes, limit))
         if several_steps:
             cells.insert(4, format_seconds(row.iteration_p95_s))
         if several_scales:

@@ -1,6 +1,6 @@
 """``mgwfbp traces``: what comes with the package."""
 
-from mgwfbp.cli.output import print_table
+from mgwfbp.cli.output import print_table, talk
 from mgwfbp.trace import load_trace, recorded_traces
 from mgwfbp.units import format_bytes, format_seconds
 
@@ -12,9 +12,11 @@ def traces() -> None:
 
     Every command takes their names for a file.
     """
-    rows = []
+    rows, cautions = [], []
     for name in recorded_traces():
         trace = load_trace(name)
+        if caution := trace.source.get("caution"):
+            cautions.append(f"{name}: {caution}")
         rows.append(
             (
                 name,
@@ -27,3 +29,5 @@ def traces() -> None:
             )
         )
     print_table(("name", "batch", "gradients", "size", "forward", "backward", "how, on"), rows)
+    for caution in cautions:
+        talk(caution)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mgwfbp.cli.train_run import start, work
+from mgwfbp.cli.wire import WireTolerance
 from mgwfbp.cli.workers import under_launcher
 from mgwfbp.errors import TrainError
 from mgwfbp.train.config import Autocast, OnCorrupt, Schedule, TrainConfig, Wire, split_batch
@@ -74,6 +75,7 @@ def train(
     wire: Annotated[
         Wire | None, typer.Option(help="Messages may travel in this precision; for auto, optimal and plans.")
     ] = None,
+    wire_tolerance: WireTolerance = None,
     shard_optimizer: Annotated[
         bool,
         typer.Option(
@@ -137,6 +139,7 @@ def train(
             label_smoothing=label_smoothing,
             autocast=autocast,
             wire=wire,
+            wire_tolerance=wire_tolerance,
             shard_optimizer=shard_optimizer,
             clip_norm=clip_norm,
             seed=seed,

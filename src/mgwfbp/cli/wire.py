@@ -1,15 +1,29 @@
 """Options of commands whose messages may travel in low precision."""
 
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
 
 from mgwfbp.cli.output import talk
-from mgwfbp.cost import LinearCost, PiecewiseCost, load_cost
-from mgwfbp.costs import WireCost
+from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
+from mgwfbp.costs import WireCost, taking_alike
+from mgwfbp.files import naming, read_json
+from mgwfbp.planners import Planner, plan_wire
+from mgwfbp.planners.wire import DEFAULT_TOLERANCE
+from mgwfbp.record import Fields
 from mgwfbp.units import plural
 
-__all__ = ["Wire", "WireCostFile", "read_low_cost", "talk_of_low_cost", "with_low_cost"]
+__all__ = [
+    "Wire",
+    "WireCostFile",
+    "WireTolerance",
+    "check_tolerance",
+    "read_low_cost",
+    "talk_of_low_cost",
+    "wire_planner",
+    "with_low_cost",
+]
 
 Wire = Annotated[
     Literal["bfloat16", "float16"] | None,
@@ -20,7 +34,18 @@ WireCostFile = Annotated[
     typer.Option(
         "--wire-cost",
         metavar="FILE",
-        help="cost.json of messages in it, by the bytes of their gradients; if not given, that of half the bytes.",
+        help="cost.json of messages in it, as measure allreduce --wire writes it; if not given, that of --cost if it "
+        "has one, or else half the bytes cost.",
+    ),
+]
+WireTolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--wire-tolerance",
+        metavar="PART",
+        min=0,
+        max=1,
+        help=f"Which part longer than the shortest a step may be, to keep precision; {DEFAULT_TOLERANCE} if not given.",
     ),
 ]
 
@@ -31,17 +56,27 @@ def read_low_cost(wire: str | None, path: str | None) -> LinearCost | PiecewiseC
         return None
     if wire is None:
         raise typer.BadParameter("needs --wire, the precision whose cost it is", param_hint="--wire-cost")
-    return load_cost(path)
+    data = read_json(path)
+    with naming(path):
+        if "low" not in Fields(data):  # a cost by itself, of messages in low precision by the bytes of gradients
+            return cost_from_json(data)
+        both = WireCost.from_json(data)
+    if both.wire != wire:
+        raise typer.BadParameter(f"{path} is of {both.wire}, and --wire is {wire}", param_hint="--wire-cost")
+    return both.low
 
 
-def talk_of_low_cost(wire: str | None, path: str | None) -> None:
+def talk_of_low_cost(wire: str | None, *, is_known: bool) -> None:
     """Say what is assumed of messages in low precision, where it was not measured."""
-    if wire is not None and path is None:
-        talk(f"no --wire-cost: messages in {wire} are taken to cost what half the bytes cost, and converting nothing")
+    if wire is not None and not is_known:
+        talk(
+            f"no cost of messages in {wire} is given: they are taken to cost what half the bytes cost, and converting "
+            "nothing; `mgwfbp measure allreduce --wire` measures it"
+        )
 
 
 def with_low_cost(
-    cost: LinearCost | PiecewiseCost, low: LinearCost | PiecewiseCost | None
+    cost: LinearCost | PiecewiseCost | WireCost, low: LinearCost | PiecewiseCost | None
 ) -> LinearCost | PiecewiseCost | WireCost:
     """Return the cost of both precisions, where both are given."""
     if low is None:
@@ -51,4 +86,16 @@ def with_low_cost(
             f"is of {plural(low.workers, 'worker')}, --cost of {cost.workers}; give both of as many",
             param_hint="--wire-cost",
         )
-    return WireCost(cost, low)
+    full = cost.full if isinstance(cost, WireCost) else cost
+    return WireCost(full, taking_alike(low, full))
+
+
+def wire_planner(wire: str, tolerance: float | None) -> Planner:
+    """Return the planner of both precisions."""
+    return partial(plan_wire, wire=wire, tolerance=DEFAULT_TOLERANCE if tolerance is None else tolerance)
+
+
+def check_tolerance(wire: str | None, tolerance: float | None) -> None:
+    """Refuse a tolerance where nothing may travel in low precision."""
+    if tolerance is not None and wire is None:
+        raise typer.BadParameter("needs --wire, the precision that is given up less for", param_hint="--wire-tolerance")

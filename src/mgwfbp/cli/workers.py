@@ -60,7 +60,7 @@ def process_group(device_type: str, backend: str | None, *, timeout_s: float = T
     import torch
     import torch.distributed as dist
 
-    from mgwfbp.runtime import gloo
+    from mgwfbp.runtime.messages import gloo
 
     chosen = backend or ("nccl" if device_type == "cuda" else "gloo")
     if not dist.is_backend_available(chosen):

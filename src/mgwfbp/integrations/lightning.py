@@ -10,7 +10,7 @@ from mgwfbp.errors import StrategyError
 from mgwfbp.integrations import missing
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.runtime.tune.tuning import Tuning
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY

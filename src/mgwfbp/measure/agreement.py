@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import MeasureError, MgwfbpError, PlanError
 from mgwfbp.fsdp import FsdpPlan
+from mgwfbp.measure.group_buffer import Group, all_reduce, broadcast, first_line, raise_readably
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import plural, quote
@@ -41,7 +42,6 @@ __all__ = [
 
 T = TypeVar("T")
 AnyCost = TypeVar("AnyCost", LinearCost, PiecewiseCost)
-Group = dist.ProcessGroup | None
 Groups = Sequence[Sequence[str]] | None  # of a plan; None where DDP's own buckets are wanted
 How = Literal["max", "min", "sum"]
 
@@ -55,29 +55,24 @@ def on_device(device: torch.device | None) -> AbstractContextManager[object]:
 
 def reduce_values(values: Sequence[float], how: How, group: Group = None) -> list[float]:
     """Return the largest, smallest or sum over all ranks of each value; every rank gives equally many."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=_device(group))
-    _collective(lambda: dist.all_reduce(tensor, _OPERATIONS[how], group=group))
-    return [float(value) for value in tensor.tolist()]
+    reduced = all_reduce(torch.tensor(values, dtype=torch.float64), _OPERATIONS[how], group)
+    return [float(value) for value in reduced.tolist()]
 
 
 def broadcast_text(text: str, source: int, group: Group = None) -> str:
     """Return on every rank what the rank ``source`` of the group says."""
-    is_source, device = dist.get_rank(group) == source, _device(group)
-    said = text.encode() if is_source else b""
-    length = torch.tensor([len(said)], dtype=torch.int64, device=device)
-    _collective(lambda: _broadcast(length, source, group))
-    content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if is_source:
-        content.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else content)
-    if content.numel():
-        _collective(lambda: _broadcast(content, source, group))
-    return bytes(content.cpu().tolist()).decode()
+    said = bytearray(text.encode() if dist.get_rank(group) == source else b"")
+    length = int(broadcast(torch.tensor([len(said)], dtype=torch.int64), source, group).item())
+    if not length:
+        return ""
+    content = torch.frombuffer(said, dtype=torch.uint8) if said else torch.zeros(length, dtype=torch.uint8)
+    return bytes(broadcast(content, source, group).tolist()).decode()
 
 
 def gather(text: str, group: Group = None) -> list[str]:
     """Return what every rank says, by rank; for what must name them all, since it grows with their number."""
     said: list[str] = [""] * dist.get_world_size(group)
-    _collective(lambda: dist.all_gather_object(said, text, group=group))
+    raise_readably(lambda: dist.all_gather_object(said, text, group=group))
     return said
 
 
@@ -88,14 +83,9 @@ def first_problem(problem: str, group: Group = None) -> tuple[int, str] | None:
 
 
 def backend_name(group: Group = None) -> str:
-    """Return what people call the backend of a group: gloo with one thread (`mgwfbp.runtime.gloo`) is gloo."""
+    """Return what people call the backend of a group: gloo with one thread (`mgwfbp.runtime.messages.gloo`) is gloo."""
     name = str(dist.get_backend(group))
     return "gloo" if name.startswith("gloo") else name
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, for a message of one line."""
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
 def problem_of(error: BaseException) -> str:
@@ -162,10 +152,9 @@ def agree_on_trace(trace: ModelTrace, group: Group = None) -> ModelTrace:
 def agree_on_cost(cost: AnyCost, group: Group = None) -> AnyCost:
     """Combine the costs of all ranks: a message has arrived when it has on the slowest. Every rank gets the same."""
     points: tuple[tuple[int, float], ...] = cost.points if isinstance(cost, PiecewiseCost) else ()
-    shape = json.dumps([type(cost).__name__, cost.workers, [size for size, _ in points]])
-    other = _first_difference(shape, group)
-    if other is not None:
-        shapes = [quote(broadcast_text(shape, rank, group)) for rank in (0, other)]
+    if differs := _difference([type(cost).__name__, cost.workers, [size for size, _ in points]], group):
+        other, first, second = differs
+        shapes = [quote(json.dumps(shape)) for shape in (first, second)]
         raise MeasureError(f"the costs differ: rank 0 has {shapes[0]}, rank {other} {shapes[1]}")
     source = json.loads(broadcast_text(json.dumps(cost.to_json()["source"]), 0, group))
     if isinstance(cost, PiecewiseCost):
@@ -187,60 +176,63 @@ def agree_on_plan(
     messages may travel.
     """
     plan = _prepared(prepare, group)
-    groups = json.dumps(None if plan is None else plan.groups)
-    other = _first_difference(groups, group)
-    if other is not None:
-        both: list[Groups] = [json.loads(broadcast_text(groups, rank, group)) for rank in (0, other)]
-        raise PlanError(describe_difference(both[0], both[1], other))
-    wires = json.dumps([] if plan is None else plan.wires)
-    other = _first_difference(wires, group)
-    if other is not None:
-        said = [json.loads(broadcast_text(wires, rank, group)) for rank in (0, other)]
-        index = next(index for index, (mine, theirs) in enumerate(zip(*said, strict=True)) if mine != theirs)
-        mine, theirs = (f"travels in {wires[index]}" if wires[index] else "travels as it is" for wires in said)
-        raise PlanError(
-            f"the ranks have different plans: message {index} {mine} on rank 0 and {theirs} on rank {other}; "
-            "give every rank the same plan"
-        )
-    other = _first_difference(json.dumps([] if plan is None else plan.gathers), group)
-    if other is not None:
-        raise PlanError(
-            f"the ranks have different plans: parameters are gathered in other groups on rank 0 than on rank {other}; "
-            "give every rank the same plan"
-        )
-    asked = json.dumps({"tune": tunes, "wire": wire})
-    other = _first_difference(asked, group)
-    if other is not None:
-        first, second = (json.loads(broadcast_text(asked, rank, group)) for rank in (0, other))
-        name = next(name for name in first if first[name] != second[name])
-        raise PlanError(f"{name} is {first[name]} on rank 0 and {second[name]} on rank {other}; give all the same")
+    if differs := _difference(None if plan is None else plan.groups, group):
+        other, first, second = differs
+        raise PlanError(describe_difference(first, second, other))
+    if differs := _difference([] if plan is None else plan.wires, group):
+        other, first, second = differs
+        index = next(index for index, (mine, theirs) in enumerate(zip(first, second, strict=True)) if mine != theirs)
+        mine, theirs = (f"travels in {said[index]}" if said[index] else "travels as it is" for said in (first, second))
+        raise PlanError(_different(f"message {index} {mine} on rank 0 and {theirs} on rank {other}"))
+    if differs := _difference([] if plan is None else plan.gathers, group):
+        gathered = "parameters are gathered in other groups on rank 0 than on rank"
+        raise PlanError(_different(f"{gathered} {differs[0]}"))
+    if differs := _difference({"tune": tunes, "wire": wire}, group):
+        name, mine, theirs = _first_field(differs)
+        raise PlanError(f"{name} is {mine} on rank 0 and {theirs} on rank {differs[0]}; give all the same")
     return plan
 
 
 def agree_on_fsdp_plan(prepare: Callable[[], FsdpPlan], group: Group = None) -> FsdpPlan:
     """Prepare a plan for FSDP2 on every rank and compare, as `agree_on_plan` does."""
     plan = _prepared(prepare, group)
-    groups = json.dumps(plan.groups)
-    other = _first_difference(groups, group)
-    if other is not None:
-        both: list[Groups] = [json.loads(broadcast_text(groups, rank, group)) for rank in (0, other)]
-        raise PlanError(describe_difference(both[0], both[1], other, ("group", "module")))
-    rest = json.dumps(
-        {
-            **{f"the resharding of group {index}": is_gone for index, is_gone in enumerate(plan.reshard)},
-            "forward_prefetch": plan.forward_prefetch,
-            "backward_prefetch": plan.backward_prefetch,
-        }
-    )
-    other = _first_difference(rest, group)
-    if other is not None:
-        first, second = (json.loads(broadcast_text(rest, rank, group)) for rank in (0, other))
-        name = next(name for name in first if first[name] != second[name])
+    if differs := _difference(plan.groups, group):
+        other, first, second = differs
+        raise PlanError(describe_difference(first, second, other, ("group", "module")))
+    rest = {
+        **{f"the resharding of group {index}": is_gone for index, is_gone in enumerate(plan.reshard)},
+        "forward_prefetch": plan.forward_prefetch,
+        "backward_prefetch": plan.backward_prefetch,
+        "idle": plan.idle,
+    }
+    if differs := _difference(rest, group):
+        name, mine, theirs = _first_field(differs)
         raise PlanError(
-            f"the ranks have different plans: {name} is {first[name]} on rank 0 and {second[name]} on rank {other}; "
+            f"the ranks have different plans: {name} is {mine} on rank 0 and {theirs} on rank {differs[0]}; "
             "give every rank the same plan"
         )
     return plan
+
+
+def _difference(value: object, group: Group) -> tuple[int, Any, Any] | None:
+    """Return the first rank that has another value than rank 0, rank 0's value and its; None where all are equal."""
+    text = json.dumps(value)
+    other = _first_difference(text, group)
+    if other is None:
+        return None
+    first, second = (json.loads(broadcast_text(text, rank, group)) for rank in (0, other))
+    return other, first, second
+
+
+def _first_field(differs: tuple[int, dict[str, Any], dict[str, Any]]) -> tuple[str, Any, Any]:
+    """Return the first field in which two ranks differ, and what each has there."""
+    _, first, second = differs
+    name = next(name for name in first if first[name] != second[name])
+    return name, first[name], second[name]
+
+
+def _different(difference: str) -> str:
+    return f"the ranks have different plans: {difference}; give every rank the same plan"
 
 
 def _prepared(prepare: Callable[[], T], group: Group) -> T:
@@ -277,7 +269,7 @@ def describe_difference(
             (index, mine, theirs) for index, (mine, theirs) in enumerate(zip_longest(first, second)) if mine != theirs
         )
         difference = _describe_message(index, mine or [], theirs or [], other, words)
-    return f"the ranks have different plans: {difference}; give every rank the same plan"
+    return _different(difference)
 
 
 def _describe_message(
@@ -303,35 +295,13 @@ def _describe_models(first: dict[str, int], second: dict[str, int], other: int) 
 
 def _first_difference(text: str, group: Group) -> int | None:
     """Return the first rank whose text differs from rank 0's, if one does."""
-    digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(_device(group))
-    first = mine.clone()
-    _collective(lambda: _broadcast(first, 0, group))
-    return _lowest_rank(not torch.equal(mine, first), group)
+    mine = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64)
+    return _lowest_rank(not torch.equal(mine, broadcast(mine, 0, group)), group)
 
 
 def _lowest_rank(is_meant: bool, group: Group) -> int | None:
     """Return the lowest rank that means itself, if any does."""
     world = dist.get_world_size(group)
-    lowest = torch.tensor([dist.get_rank(group) if is_meant else world], dtype=torch.int64, device=_device(group))
-    _collective(lambda: dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group))
-    found = int(lowest.item())
+    mine = torch.tensor([dist.get_rank(group) if is_meant else world], dtype=torch.int64)
+    found = int(all_reduce(mine, dist.ReduceOp.MIN, group).item())
     return None if found == world else found
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: Group) -> None:
-    dist.broadcast(tensor, dist.get_global_rank(group, source) if group is not None else source, group=group)
-
-
-def _collective(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except (RuntimeError, dist.DistError) as error:
-        raise MeasureError(f"a rank did not answer, it may have died: {first_line(error)}") from error
-
-
-def _device(group: Group) -> torch.device:
-    """Return where tensors must be that this group sends: nccl sends none of the host."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

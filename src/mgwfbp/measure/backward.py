@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate
 from statistics import median, quantiles
 from typing import Any
 
@@ -52,10 +53,11 @@ def measure_backward(
 
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
-    parameters do not appear, shared ones once. What each layer takes in the forward pass, from its first use to that of
-    the layer begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and
-    gradients and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is
-    involved. Needs no process group.
+    parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
+    modules were not called (``not_called``). Shared parameters appear once. What each layer takes in the forward pass,
+    from its first use to that of the layer begun next, is measured afterwards, in forward passes of their own. The
+    model's parameters, buffers and gradients and all random generators are afterwards as they were, and no hook is left
+    on the model; no optimizer is involved. Needs no process group.
 
     Args:
         model: on the device where it is to be measured.
@@ -112,7 +114,7 @@ def measure_backward(
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }
-    return _combine(name or type(model).__name__, parameters, seen, forwards, source)
+    return _combine(name or type(model).__name__, [*parameters, *_frozen(model)], seen, forwards, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ class _Forward:
     """What a forward pass showed."""
 
     forward_s: float  # the whole of it, hooks included
-    first_use_s: dict[int, float]  # by parameter
+    first_use_s: dict[int, float]  # by parameter, trained ones and then frozen ones
+    not_called: tuple[str, ...]  # modules
 
 
 class _Runs:
@@ -138,6 +141,7 @@ class _Runs:
     ) -> None:
         self._model, self._batch, self._loss_fn = model, batch, loss_fn
         self._parameters = [parameter for _, parameter in parameters]
+        self._frozen = [parameter for _, parameter in _frozen(model)]
         self._device, self._accumulation_steps, self._autocast_dtype = device, accumulation_steps, autocast_dtype
         self._clock = clock_for(device)
 
@@ -172,18 +176,19 @@ class _Runs:
 
     def observed_forward(self) -> _Forward:
         """Do a step up to its last backward pass; a parameter that no module uses is used from the start."""
-        with FirstUses(self._model, self._parameters, self._clock.now) as uses:
+        parameters = [*self._parameters, *self._frozen]
+        with FirstUses(self._model, parameters, self._clock.now) as uses:
             start, _ = self._to_loss()
             end = self._clock.now()
         self._clock.wait()
         moments = uses.moments()
         first_use_s = {
             place: max(0.0, self._clock.between_s(start, moments[place])) if place in moments else 0.0
-            for place in range(len(self._parameters))
+            for place in range(len(parameters))
         }
         forward_s = self._clock.between_s(start, end)
         self._clock.forget()
-        return _Forward(forward_s, first_use_s)
+        return _Forward(forward_s, first_use_s, tuple(uses.not_called(self._model)))
 
     def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
         """Do one step; return when it began, when the last forward pass had ended, and when all had."""
@@ -215,9 +220,15 @@ class _Runs:
             return run_to_loss(self._model, self._batch, self._loss_fn)
 
 
+def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
 def _wire_bytes(parameter: nn.Parameter) -> int:
     """Return the bytes of a parameter's gradient as it travels; one that is not there travels as zeros."""
     gradient = parameter.grad if parameter.grad is not None else parameter
+    # Of a parameter that tensor parallelism has cut only this rank's part travels.
+    gradient = getattr(gradient, "to_local", lambda: gradient)()
     if _is_sparse(gradient):
         gradient = gradient.coalesce()
         parts = (gradient.indices(), gradient.values())
@@ -284,7 +295,7 @@ def _combine(
     ready_s = {slot: median(step.ready_s.get(slot, 0.0) for step in steps) * factor for slot in used}
     orders = {step.order for step in steps}
     order = list(steps[-1].order) if len(orders) == 1 else sorted(ready_s, key=lambda slot: ready_s[slot])
-    unused = [slot for slot in range(len(parameters)) if slot not in used]
+    unused = [slot for slot in steps[0].grad_bytes if slot not in used]
     forward_s = median(step.forward_s for step in steps)
     parts_s = _split(forwards, used, [*unused, *order], forward_s)
     # Medians of steps with one order never fall; those of changing orders are sorted above.
@@ -305,6 +316,11 @@ def _combine(
         "unused": [parameters[slot][0] for slot in unused],
         "sparse": [parameters[slot][0] for slot in sorted(frozenset().union(*(step.sparse for step in steps)))],
         "num_orders": len(orders),
+        "not_called": list(forwards[0].not_called),
+        "frozen": [
+            {"name": parameters[slot][0], "bytes": _wire_bytes(parameters[slot][1]), **part}
+            for slot, part in _frozen_parts([one for one, _ in parameters], forwards, parts_s, order).items()
+        ],
     }
     return ModelTrace(name, forward_s, layers, source)
 
@@ -315,6 +331,33 @@ def _split(forwards: list[_Forward], used: set[int], order: list[int], forward_s
     factor = forward_s / hooked_s if hooked_s else 0.0
     first_use_s = {slot: median(forward.first_use_s[slot] for forward in forwards) * factor for slot in used}
     return split_forward(first_use_s, order, forward_s)
+
+
+def _frozen_parts(
+    names: list[str], forwards: list[_Forward], parts_s: dict[int, float], order: list[int]
+) -> dict[int, dict[str, Any]]:
+    """Return of each frozen parameter, in the order of first uses, where it stands among layers and what it takes.
+
+    That is the layer which is used next, and which share of which layer's part of the forward pass is its own: of the
+    one begun last before it, or first of all. A layer that is used without being called counts as used no earlier than
+    those before it.
+    """
+    frozen = [slot for slot in range(len(names)) if slot not in parts_s]
+    first_use_s = {slot: median(forward.first_use_s[slot] for forward in forwards) for slot in [*order, *frozen]}
+    whole_s = median(forward.forward_s for forward in forwards)
+    factor = sum(parts_s.values()) / whole_s if whole_s else 0.0
+    alone_s = split_forward(first_use_s, [*order, *frozen], whole_s)
+    in_turn = list(reversed(order))
+    begun = sorted(in_turn, key=first_use_s.__getitem__)
+    latest_s = dict(zip(in_turn, accumulate((first_use_s[slot] for slot in in_turn), max), strict=True))
+    found: dict[int, dict[str, Any]] = {}
+    for slot in sorted(frozen, key=first_use_s.__getitem__):
+        at_s = first_use_s[slot]
+        around = next((one for one in reversed(begun) if first_use_s[one] < at_s), begun[0])
+        share = min(1.0, alone_s[slot] * factor / parts_s[around]) if parts_s[around] else 0.0
+        follower = next((names[one] for one in in_turn if latest_s[one] >= at_s), None)
+        found[slot] = {"within": names[around], "share": share, "next": follower}
+    return found
 
 
 def _quartiles(values: list[float]) -> list[float]:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mgwfbp.measure.clock import Moment
@@ -60,6 +61,25 @@ class FirstUses:
         if module not in self._began:
             self._began[module] = self._now()
 
+    def not_called(self, model: nn.Module) -> list[str]:
+        """Return the modules with parameters in them that did not run, though they can, by name.
+
+        A compiled or scripted module calls no hooks of those inside: of them nothing is known.
+        """
+        found, opaque = [], list[str]()
+        for name, module in model.named_modules():
+            if any(name == outer or name.startswith(f"{outer}.") for outer in opaque):
+                continue
+            if _is_opaque(module):
+                opaque.append(name)
+                if not name:
+                    return []
+                continue
+            has_forward = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+            if has_forward and id(module) not in self._began and next(module.parameters(), None) is not None:
+                found.append(name)
+        return found
+
     def moments(self) -> dict[int, Moment]:
         """Return the first use of each parameter by its place; without those that no module around them used."""
         places = {module: place for place, module in enumerate(self._began)}
@@ -75,6 +95,12 @@ class FirstUses:
             if began:
                 found[place] = self._began[min(began, key=places.__getitem__)]
         return found
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    """Whether what is inside of a module runs without hooks."""
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule)
 
 
 def split_forward(

@@ -11,7 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "exchange", "queue_collective", "reduce_scatter", "wait_for"]
+__all__ = ["GATHER", "REDUCE", "all_gather", "exchange", "queue_collective", "reduce_scatter", "tag_of", "wait_for"]
+
+REDUCE, GATHER = range(2)  # kinds of messages
+_TAGS = 2**31  # gloo's tags are whole numbers of 32 bits
+
+
+def tag_of(number: int, kind: int) -> int:
+    """Return a tag for the message with this number, unlike that of any other kind and of others near it.
+
+    >>> tag_of(1, REDUCE), tag_of(1, GATHER), tag_of(2**30, GATHER)
+    (2, 3, 1)
+    """
+    return (2 * number + kind) % _TAGS
 
 
 def exchange(received: Tensor, sent: Tensor, group: Any, tag: int = 0) -> list[Any]:
@@ -23,15 +35,16 @@ def exchange(received: Tensor, sent: Tensor, group: Any, tag: int = 0) -> list[A
     return works + [group.send([sent[other].view(torch.uint8)], other, tag) for other in others]
 
 
-def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any) -> None:
+def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any, tag: int = 0) -> None:
     """Sum one row over ranks, this rank's, of those that each has for every rank; on a CPU it waits.
 
-    ``received`` is room for as much as ``rows``, which over nccl is not needed.
+    ``received`` is room for as much as ``rows``, which over nccl is not needed, nor is the ``tag``: ranks whose
+    messages have different ones do not take them for one another's, but wait until the group's timeout.
     """
     if rows.is_cuda:
         queue_collective(dist.reduce_scatter_tensor, own, rows.flatten(), group)
         return
-    wait_for(exchange(received, rows, group))
+    wait_for(exchange(received, rows, group, tag))
     # In the order of ranks, so that the sum does not depend on who came first; 16 bits would round at every rank.
     if rows.dtype in (torch.float16, torch.bfloat16):
         own.copy_(received.sum(dim=0, dtype=torch.float32))
@@ -39,12 +52,12 @@ def reduce_scatter(rows: Tensor, own: Tensor, received: Tensor, group: Any) -> N
         torch.sum(received, dim=0, out=own)
 
 
-def all_gather(rows: Tensor, own: Tensor, group: Any) -> None:
-    """Bring every rank's row to all ranks; on a CPU it waits."""
+def all_gather(rows: Tensor, own: Tensor, group: Any, tag: int = 0) -> None:
+    """Bring every rank's row to all ranks; on a CPU it waits. ``tag`` is as for `reduce_scatter`."""
     if rows.is_cuda:
         queue_collective(dist.all_gather_into_tensor, rows.flatten(), own, group)
     else:
-        wait_for(exchange(rows, own.expand_as(rows), group))
+        wait_for(exchange(rows, own.expand_as(rows), group, tag))
 
 
 def queue_collective(collective: Callable[..., Any], received: Tensor, sent: Tensor, group: Any) -> None:

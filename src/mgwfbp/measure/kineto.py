@@ -12,7 +12,7 @@ from mgwfbp.errors import FormatError
 from mgwfbp.files import MAX_VALUES, count_values, naming, read_text
 from mgwfbp.units import quote
 
-__all__ = ["RECORD", "Event", "GpuWork", "Profile", "read_profile"]
+__all__ = ["RECORD", "Event", "GpuWork", "Profile", "make_event", "read_events", "read_profile"]
 
 # Profiles are far larger than our own files, and have some 10 bytes for each value.
 MAX_PROFILE_BYTES, BYTES_OF_A_VALUE = 2**30, 5
@@ -84,9 +84,16 @@ class Profile:
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile; one that does not hold enough is refused with the line of code that records a good one."""
+    events = read_events(path)
+    with naming(path):
+        return _parse(events)
+
+
+def read_events(path: str | os.PathLike[str]) -> list[Any]:
+    """Return the events of a profile as they stand in its file."""
     text = read_text(path, max_bytes=MAX_PROFILE_BYTES)
     with naming(path):
-        return _parse(_events(text))
+        return _events(text)
 
 
 def _events(text: str) -> list[Any]:
@@ -123,20 +130,20 @@ def _parse(events: list[Any]) -> Profile:
         if category in _ON_GPU:
             if "nccl" not in name.lower():
                 launch = correlation if isinstance(correlation, int) else -1
-                on_gpu.append(_OnGpu(_make_event(raw), category == "kernel", launch, _word(details.get("stream"))))
+                on_gpu.append(_OnGpu(make_event(raw), category == "kernel", launch, _word(details.get("stream"))))
         elif category in _LAUNCHES:
             if isinstance(correlation, int):
-                launched_s.setdefault(correlation, []).append(_make_event(raw).start_s)
+                launched_s.setdefault(correlation, []).append(make_event(raw).start_s)
         elif name.startswith(_BETWEEN_STEPS):
-            between.append(_make_event(raw))
+            between.append(make_event(raw))
         elif name.startswith(_ZERO_GRAD):
-            zero_grad.append(_make_event(raw))
+            zero_grad.append(make_event(raw))
         elif name == _ACCUMULATE:
-            gradients.append(_make_event(raw, _shape(details)))
+            gradients.append(make_event(raw, _shape(details)))
         elif name.startswith(_ENGINE):
-            engine.append(_make_event(raw))
+            engine.append(make_event(raw))
         elif category == "cpu_op":
-            operations.append(_make_event(raw))
+            operations.append(make_event(raw))
             gpu_only = gpu_only or any(part in name for part in _GPU_OPERATIONS)
     _check_enough(gradients, gpu_only=gpu_only, has_kernels=any(work.is_kernel for work in on_gpu))
     outside = _outside(operations, engine)
@@ -150,7 +157,8 @@ def _parse(events: list[Any]) -> Profile:
     )
 
 
-def _make_event(raw: dict[str, Any], shape: tuple[int, ...] | None = None) -> Event:
+def make_event(raw: dict[str, Any], shape: tuple[int, ...] | None = None) -> Event:
+    """Return an event in seconds."""
     # The clocks of host and GPU are not quite one: what seems to end before it starts lasts no time.
     start_s, duration_s = _seconds(raw, "ts"), max(0.0, _seconds(raw, "dur"))
     return Event(start_s, start_s + duration_s, (_word(raw.get("pid")), _word(raw.get("tid"))), shape)

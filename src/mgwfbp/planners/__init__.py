@@ -9,17 +9,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from mgwfbp.bounds import lower_bound_s, sharded_lower_bound_s
 from mgwfbp.cost import Cost
 from mgwfbp.costs import cheaper_cost
 from mgwfbp.errors import PlanError
 from mgwfbp.plan import MergePlan
+from mgwfbp.planners.cautious import plan_cautiously
 from mgwfbp.planners.fixed import plan_bucket, plan_single, plan_wfbp
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.published import plan_mgwfbp
 from mgwfbp.planners.sharded import SHARDED, plan_sharded
 from mgwfbp.planners.wire import DEFAULT_TOLERANCE, plan_wire, wire_planner_name
 from mgwfbp.ranges import predict_range
-from mgwfbp.timeline import lower_bound_s, predict, sharded_lower_bound_s
+from mgwfbp.timeline import predict
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
@@ -31,6 +33,7 @@ __all__ = [
     "find_sharded_plan",
     "find_wire_plan",
     "plan_bucket",
+    "plan_cautiously",
     "plan_mgwfbp",
     "plan_optimal",
     "plan_sharded",
@@ -52,19 +55,22 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
         "optimal": plan_optimal,
     }
 )
+# Equal to one of the others, but in some cases: not in lists of all planners.
+_ALSO: Mapping[str, Planner] = MappingProxyType({"ddp": plan_bucket, "cautious": plan_cautiously})
 
 
 def planner_of(name: str) -> Planner:
-    """Return a planner by its name: one of `PLANNERS`, or a name that strategies have for one.
+    """Return a planner by its name: one of `PLANNERS`, ``cautious``, or a name that strategies have for one.
 
-    ``ddp`` is ``bucket``: torch's own sizes. ``bucket-5`` fills buckets of 5 MiB, the first one too, as torch does with
+    ``cautious`` is `plan_cautiously`, equal to ``optimal`` for a cost that does not know how far it may be off. ``ddp``
+    is ``bucket``: torch's own sizes. ``bucket-5`` fills buckets of 5 MiB, the first one too, as torch does with
     ``bucket_cap_mb=5``.
 
     >>> planner_of("ddp") is PLANNERS["bucket"]
     True
     """
-    if name == "ddp":
-        return plan_bucket
+    if name in _ALSO:
+        return _ALSO[name]
     if isinstance(name, str) and name.startswith("bucket-"):
         try:
             size_bytes = int(float(name.removeprefix("bucket-")) * 2**20)
@@ -74,7 +80,7 @@ def planner_of(name: str) -> Planner:
             return partial(plan_bucket, first_bucket_bytes=size_bytes, bucket_bytes=size_bytes)
     if name not in PLANNERS:
         raise PlanError(
-            f"planner {quote(name)} is unknown, expected one of {', '.join(PLANNERS)} or bucket-N for N MiB"
+            f"planner {quote(name)} is unknown, expected one of {', '.join(PLANNERS)}, cautious or bucket-N for N MiB"
         )
     return PLANNERS[name]
 
@@ -96,7 +102,8 @@ def find_plan(trace: ModelTrace, cost: Cost, planner: str | Planner = "optimal")
         CostError: where the cost gives no numbers that can be planned with.
     """
     plan = (planner if callable(planner) else planner_of(planner))(trace, cost)
-    return replace(plan, predicted=_promise(trace, cost, plan, lower_bound_s(trace, cost)))
+    bound_s = lower_bound_s(trace, cheaper_cost(cost) if plan.wire else cost)
+    return replace(plan, predicted=_promise(trace, cost, plan, bound_s))
 
 
 def find_wire_plan(

@@ -27,7 +27,7 @@ that is ahead of all in it: that gives a time below which no such plan is.
 docs/optimality.md has the proofs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -35,12 +35,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mgwfbp.bounds import sharded_lower_bound_s
 from mgwfbp.cost import Cost
 from mgwfbp.costs import cheapest_s, full_precision_cost, sharded_cost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners.optimal import plan_optimal
 from mgwfbp.planners.slack import TIE, Floats, vectorized
-from mgwfbp.timeline import predict, sharded_lower_bound_s
+from mgwfbp.timeline import predict
 from mgwfbp.trace import LayerTrace, ModelTrace
 
 __all__ = ["SHARDED", "plan_gathers", "plan_sharded"]
@@ -63,7 +64,7 @@ def plan_sharded(trace: ModelTrace, cost: Cost) -> MergePlan:
     2. all gradients all-reduced, `plan_optimal`;
     3. each group sharded or all-reduced, with one grouping for messages and gathers: exact where no cut of the model
        has more than `WIDTH` pairs to keep (it is NP-hard) and messages take nothing from the computation. Where they
-       take something, it is found without that and judged with it.
+       take something, it is found without that and judged with it. Then gathers are grouped anew, if that is better.
 
     ``plan.predicted`` holds ``all_reduced_bytes``, and ``iteration_bound_s``: none of all these plans has a shorter
     period. Where that is the plan's own, the plan is the best of them.
@@ -85,7 +86,10 @@ def plan_sharded(trace: ModelTrace, cost: Cost) -> MergePlan:
     known_s = min(row.period_s(plan) for plan in plans)
     found = row.search(known_s, sharded_lower_bound_s(trace, cost))
     if found.plan is not None:
-        plans.append(found.plan)
+        # Which layers are all-reduced is settled: then gathers need not be grouped as messages are.
+        sharded = {name for group in found.plan.gathers for name in group}
+        apart = replace(found.plan, gathers=plan_gathers(trace, sharded_cost(cost)[1], sharded))
+        plans += [found.plan, apart]
     steps_s = [predict(trace, cost, plan).iteration_s for plan in plans]
     best = next(place for place, step_s in enumerate(steps_s) if step_s <= min(steps_s) * TIE)
     plan, bound_s = plans[best], steps_s[best]
@@ -103,19 +107,28 @@ def _plan_apart(trace: ModelTrace, cost: Cost) -> MergePlan:
     return replace(plan_optimal(trace, reduce_scatter), planner=SHARDED, gathers=plan_gathers(trace, all_gather))
 
 
-def plan_gathers(trace: ModelTrace, all_gather: Cost) -> tuple[tuple[str, ...], ...]:
+def plan_gathers(
+    trace: ModelTrace, all_gather: Cost, sharded: Collection[str] | None = None
+) -> tuple[tuple[str, ...], ...]:
     """Find the groups of parameters with which the forward pass ends the earliest, [Note: the mirror].
 
     Args:
         trace: what each layer takes in the forward pass, and the ready order, whose opposite it has.
         all_gather: what an all-gather of so many bytes of parameters takes.
+        sharded: the layers whose parameters are gathered, if not all are.
 
     Returns:
         Names, in the order in which they are gathered.
     """
-    times_s = zip(trace.layers, trace.layer_forward_s, strict=True)
-    mirrored = tuple(LayerTrace(layer.name, forward_s, layer.grad_bytes) for layer, forward_s in times_s)
-    return _in_forward_order(plan_optimal(ModelTrace(trace.model, 0.0, mirrored), all_gather).groups)
+    mirrored, left_s = list[LayerTrace](), 0.0
+    for layer, forward_s in zip(trace.layers, trace.layer_forward_s, strict=True):
+        left_s += forward_s  # of layers that are not gathered, too: they run after the gather of those before them
+        if sharded is None or layer.name in sharded:
+            mirrored.append(LayerTrace(layer.name, left_s, layer.grad_bytes))
+            left_s = 0.0
+    if not mirrored:
+        return ()
+    return _in_forward_order(plan_optimal(ModelTrace(trace.model, 0.0, tuple(mirrored)), all_gather).groups)
 
 
 def _in_forward_order(groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import WireCost, taking_alike
 from mgwfbp.network import Network
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.ranges import predict_range
@@ -83,7 +83,7 @@ class Case:
         """The cost, with that of messages in low precision where it is known for as many workers."""
         if self.cost is None or self.low_cost is None or self.cost.workers != self.low_cost.workers:
             return self.cost
-        return WireCost(self.cost, self.low_cost)
+        return WireCost(self.cost, taking_alike(self.low_cost, self.cost))
 
     @property
     def title(self) -> str:
@@ -99,7 +99,7 @@ class StepRow:
     strategy: str
     how: How
     num_messages: int
-    compute_s: float
+    compute_s: float  # of the computation alone
     exposed_s: float
     iteration_s: float
     workers: int
@@ -110,6 +110,12 @@ class StepRow:
     grad_bytes: int | None = None  # of all messages; None: not known
     sent_bytes: int | None = None  # these as they travel
     low_bytes: int = 0  # how many of them travel in low precision
+    taken_s: float = 0.0  # what messages take from the computation, where that is told apart
+
+    @property
+    def lost_s(self) -> float:
+        """What the step is longer than its computation."""
+        return self.exposed_s + self.taken_s
 
     @property
     def how_known(self) -> str:
@@ -198,14 +204,16 @@ def _with_bytes(row: StepRow, timeline: Timeline | None) -> StepRow:
 
 
 def _timeline_row(name: str, how: How, timeline: Timeline) -> StepRow:
+    taken_s = timeline.taken_s if timeline.takes else 0.0
     row = StepRow(
         name,
         how,
         len(timeline.messages),
-        timeline.compute_s - timeline.waited_s,
+        timeline.compute_s - timeline.waited_s - taken_s,
         timeline.exposed_s,
         timeline.iteration_s,
         timeline.workers,
         timeline.communication_s,
+        taken_s=taken_s,
     )
     return _with_bytes(row, timeline)

@@ -18,6 +18,7 @@ NUM_COLORS = 8
 STRATEGY_COLORS = {
     "optimal": 0,
     "auto": 0,
+    "cautious": 0,
     "mgwfbp": 1,
     "wfbp": 2,
     "single": 3,

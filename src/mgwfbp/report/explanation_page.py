@@ -28,6 +28,7 @@ def build_explanation_page(found: Explanation) -> str:
         "cases": [],
         "measured": [_timeline_json(found, names, backwards)] if found.timeline is not None else [],
         "what_if": [],
+        "fsdp": [],
         "groups": [
             {"id": key, "title": words, "summary": [], "charts": [chart.to_json()]} for key, words, chart in groups
         ],

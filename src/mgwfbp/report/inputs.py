@@ -8,8 +8,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
+from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.errors import FormatError, ReportError
 from mgwfbp.files import naming, read_json
+from mgwfbp.fsdp import FsdpPlan
+from mgwfbp.fsdp_step import FsdpStep
+from mgwfbp.measure.fsdp_profile import steps_from_profile
 from mgwfbp.network import PRESETS, Network, load_network
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import Fields, check_count, check_real, check_text
@@ -55,7 +59,15 @@ class Inputs:
     benches: tuple[Named[BenchResult], ...] = ()
     runs: tuple[Named[TrainingRun], ...] = ()
     sweeps: tuple[Named[tuple[ScalingRow, ...]], ...] = ()
-    low_cost: KnownCost | None = None  # of messages in low precision, where it was measured
+    fsdp_plans: tuple[Named[FsdpPlan], ...] = ()
+    fsdp_steps: tuple[Named[FsdpStep], ...] = ()  # observed, of profiles
+    halves: tuple[Named[ShardedCost], ...] = ()  # costs that know those of reduce-scatters and gathers, named as theirs
+    lows: tuple[Named[WireCost], ...] = ()  # costs that know that of messages in low precision, named as theirs
+    low_cost: KnownCost | None = None  # of messages in low precision, where it was given apart
+
+    def low_of(self, name: str) -> KnownCost | None:
+        """Return what messages in low precision cost beside a cost of this name, where that is known."""
+        return self.low_cost or next((both.low for label, both in self.lows if label == name), None)
 
     @property
     def descriptions(self) -> tuple[tuple[str, str, str], ...]:
@@ -65,11 +77,13 @@ class Inputs:
             ("cost", self.costs),
             ("network", self.networks),
             ("plan", self.plans),
+            ("plan for FSDP2", self.fsdp_plans),
             ("timeline", self.timelines),
             ("benchmark", self.benches),
             ("training run", self.runs),
         ]
         found = [(name, kind, _describe(record)) for kind, some in records for name, record in some]
+        found += [(name, "profile of FSDP2", plural(len(step.groups), "group")) for name, step in self.fsdp_steps]
         return (*found, *((name, "simulation", plural(len(rows), "point")) for name, rows in self.sweeps))
 
 
@@ -125,6 +139,8 @@ def _load(name: str, label: str) -> list[tuple[str, Any]]:
             return [("traces", load_trace(name))]
         if name.lower() in PRESETS:
             return [("networks", load_network(name))]
+    if _is_profile(name):
+        return [("fsdp_steps", steps_from_profile(name)[-1])]
     data = read_json(name)
     if isinstance(data, list):
         with naming(name):
@@ -143,8 +159,22 @@ def _load(name: str, label: str) -> list[tuple[str, Any]]:
             raise FormatError(f"format: {quote(form)} is not one a report is made from: {known}")
         if form != RunResults.FORMAT:
             kind, make = _READERS[form]
-            return [(kind, make(data))]
+            found = [(kind, make(data))]
+            if kind == "costs" and "reduce_scatter" in fields and "all_gather" in fields:
+                found.append(("halves", ShardedCost.from_json(data)))
+            if kind == "costs" and "low" in fields:
+                found.append(("lows", WireCost.from_json(data)))
+            return found
     return [("runs", TrainingRun.load(Path(name).parent))]
+
+
+def _is_profile(name: str) -> bool:
+    """Whether a file begins as what torch.profiler exports; a pipe gives its content only once, and is none."""
+    if not os.path.isfile(name):  # noqa: PTH113 - a NUL byte in a name is no crash
+        return False
+    with open(name, "rb") as stream:  # noqa: PTH123
+        start = stream.read(4096)
+    return start.lstrip().startswith(b"{") and (b'"schemaVersion"' in start or b'"traceEvents"' in start)
 
 
 # format -> where it belongs, how it is made of what was read: once, since a pipe gives its content only once
@@ -154,8 +184,8 @@ _READERS: Mapping[str, tuple[str, Callable[[object], Any]]] = MappingProxyType(
         LinearCost.FORMAT: ("costs", cost_from_json),
         Network.FORMAT: ("networks", Network.from_json),
         MergePlan.FORMAT: ("plans", MergePlan.from_json),
-        MergePlan.WIRE_FORMAT: ("plans", MergePlan.from_json),
-        MergePlan.GATHER_FORMAT: ("plans", MergePlan.from_json),
+        MergePlan.LATER_FORMAT: ("plans", MergePlan.from_json),
+        FsdpPlan.FORMAT: ("fsdp_plans", FsdpPlan.from_json),
         Timeline.FORMAT: ("timelines", Timeline.from_json),
         BenchResult.FORMAT: ("benches", BenchResult.from_json),
         RunResults.FORMAT: ("runs", RunResults.from_json),

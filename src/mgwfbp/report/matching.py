@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mgwfbp.cost import Cost, PiecewiseCost
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import WireCost, full_precision_cost, taking_alike
 from mgwfbp.errors import MgwfbpError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
@@ -38,7 +38,7 @@ def find_cases(
     cases += _run_cases(inputs, planners)
     for _, trace in inputs.traces:
         for name, cost in inputs.costs:
-            case = Case(trace.model, _where(name, cost), cost.workers, (), trace, cost, low_cost=inputs.low_cost)
+            case = Case(trace.model, _where(name, cost), cost.workers, (), trace, cost, low_cost=inputs.low_of(name))
             cases.append(_with_plans(_planned(case, planners), inputs))
         for _, network in inputs.networks:
             for count in workers:
@@ -109,10 +109,14 @@ def _marked(timeline: Timeline | None, plan: MergePlan | None) -> Timeline | Non
     return replace(timeline, messages=tuple(spans))
 
 
-def _learnt_curve(points: Any, cost: Cost | None) -> PiecewiseCost | None:
-    """Return the cost of messages in low precision that a free-form field has the points of, if it does."""
+def _learnt_low(said: Any, cost: Cost | None) -> KnownCost | None:
+    """Return the cost of messages in low precision that a free-form field has, or the points of, if it does."""
+    if cost is None or not said:
+        return None
+    fields = said if isinstance(said, Mapping) else {"points": said}
+    taken = {name: fields.get(name, 0.0) for name in ("taken_s", "taken_per_byte_s")}
     try:
-        return PiecewiseCost(cost.workers, points) if cost is not None and points else None
+        return PiecewiseCost(cost.workers, fields.get("points", ()), **taken)
     except MgwfbpError:
         return None
 
@@ -121,7 +125,7 @@ def _learnt_curve(points: Any, cost: Cost | None) -> PiecewiseCost | None:
 
 
 def _bench_case(bench: BenchResult) -> Case:
-    low_cost = _learnt_curve(bench.source.get("low_cost"), bench.cost)
+    low_cost = _learnt_low(bench.source.get("low_cost"), bench.cost)
     case = Case(
         bench.model,
         bench.network,
@@ -172,7 +176,8 @@ def _key(run: TrainingRun) -> tuple[str, int] | None:
 
 
 def _cost(run: TrainingRun) -> KnownCost | None:
-    return run.cost if isinstance(run.cost, KnownCost) else None
+    cost = run.cost if run.cost is None else full_precision_cost(run.cost)
+    return cost if isinstance(cost, KnownCost) else None
 
 
 def _measured_both(run: TrainingRun) -> bool:
@@ -183,12 +188,14 @@ def _own_prediction(run: TrainingRun) -> Timeline | None:
     if run.predicted is not None:
         return _marked(run.predicted, run.plan)
     cost, low_cost = _cost(run), _learnt_low_cost(run)
-    return _predicted(run.plan, run.trace, WireCost(cost, low_cost) if cost and low_cost else cost)
+    both = WireCost(cost, taking_alike(low_cost, cost)) if cost and low_cost else cost
+    return _predicted(run.plan, run.trace, both)
 
 
 def _learnt_low_cost(run: TrainingRun) -> KnownCost | None:
-    found = (run.tuning or {}).get("low_cost")
-    return _learnt_curve(found.get("points"), _cost(run)) if isinstance(found, Mapping) else None
+    if isinstance(run.cost, WireCost):  # measured when it began
+        return run.cost.low
+    return _learnt_low((run.tuning or {}).get("low_cost"), _cost(run))
 
 
 def _run_case(runs: Sequence[Named[TrainingRun]], low_cost: KnownCost | None) -> Case:

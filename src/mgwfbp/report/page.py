@@ -19,6 +19,7 @@ from mgwfbp.planners import PLANNERS, Planner
 from mgwfbp.report.cases import OURS_LOW, Case, CaseStrategy, How, how_known
 from mgwfbp.report.chart import Chart, Table
 from mgwfbp.report.curves import allreduce_chart, run_charts
+from mgwfbp.report.fsdp import FsdpCase, FsdpEntry, find_fsdp_cases, idle_parts, parts_of
 from mgwfbp.report.inputs import Inputs, ScalingRow
 from mgwfbp.report.matching import find_cases
 from mgwfbp.report.measured import SideBySide, side_by_side
@@ -33,6 +34,7 @@ from mgwfbp.report.whatif import WhatIf, find_what_if
 from mgwfbp.report.words import summarize, summarize_runs, summarize_scaling
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.trace import ModelTrace
+from mgwfbp.units import plural
 
 __all__ = ["Names", "build_page", "render", "step_json"]
 
@@ -96,7 +98,8 @@ def build_page(
     cases = find_cases(inputs, workers=workers, planners=planners)
     scaling = _scaling_rows(inputs, cases, planners)
     groups = _groups(inputs, cases, scaling)
-    if not cases and not groups:
+    fsdp = find_fsdp_cases(inputs, workers)
+    if not cases and not groups and not fsdp:
         raise ReportError(
             "there is nothing to show: give a trace and a cost (or a network and --workers), a timeline, a benchmark, "
             "a training run or a simulation"
@@ -113,6 +116,7 @@ def build_page(
             {"summary": words if words != lead else [], **_case_json(case, names, backwards)}
             for case, words in zip(cases, said, strict=True)
         ],
+        "fsdp": [_fsdp_json(case, names) for case in fsdp],
         "measured": [_measured_json(found, names, backwards) for found in side_by_side(cases)],
         "what_if": [
             _what_if_json(found, names) for case in cases if (found := find_what_if(case, planners)) is not None
@@ -155,7 +159,7 @@ def _groups(inputs: Inputs, cases: Sequence[Case], scaling: Sequence[ScalingRow]
     costs = [*inputs.costs, *((case.where, case.cost) for case in cases if case.cost is not None)]
     curves = {(cost.workers, repr(cost), len(cost.source)): (name, cost) for name, cost in reversed(costs)}
     groups: list[tuple[str, str, Sequence[Chart], Sequence[str]]] = [
-        ("scaling", "More workers", scaling_charts(scaling), summarize_scaling(scaling)),
+        ("scaling", "More workers", scaling_charts(scaling), [*summarize_scaling(scaling), *_left_out(cases)]),
         ("runs", "Training", run_charts(inputs.runs), summarize_runs(inputs.runs)),
         ("all-reduce", "What a message costs", [allreduce_chart(*named) for named in reversed(curves.values())], ()),
         ("sizes", "Gradients", [sizes_chart(traces)] if traces else [], ()),
@@ -164,6 +168,17 @@ def _groups(inputs: Inputs, cases: Sequence[Case], scaling: Sequence[ScalingRow]
         {"id": key, "title": title, "summary": words, "charts": [chart.to_json() for chart in charts]}
         for key, title, charts, words in groups
         if charts or words
+    ]
+
+
+def _left_out(cases: Sequence[Case]) -> list[str]:
+    """Say which plans are not among the curves over workers, though their steps are shown."""
+    measured = [case for case in cases if case.network is not None and case.low_cost is not None]
+    names = dict.fromkeys((one.name, case.workers) for case in measured for one in case.strategies)
+    return [
+        f"{name} is left out of the curves: its messages were measured on {plural(workers, 'worker')} only."
+        for name, workers in names
+        if name in OURS_LOW
     ]
 
 
@@ -214,6 +229,41 @@ def _case_json(case: Case, names: Names, backwards: list[dict[str, Any]]) -> dic
         if timeline is not None
     ]
     return {"title": case.title, "steps": steps, "breakdown": breakdown_chart(case).to_json()}
+
+
+def _fsdp_json(case: FsdpCase, names: Names) -> dict[str, Any]:
+    return {"title": case.title, "summary": case.summary, "steps": [_fsdp_step(one, names) for one in case.entries]}
+
+
+def _fsdp_step(entry: FsdpEntry, names: Names) -> dict[str, Any]:
+    """Return a step of FSDP2 as the page's script reads it: pieces of both passes, messages, and when it is idle."""
+    step, parts = entry.step, parts_of(entry.step)
+
+    def columns(*kinds: str) -> dict[str, Any]:
+        chosen = [part for part in parts if part.kind in kinds]
+        spans = [
+            Span(
+                tuple(name or "the rest" for name in part.group), part.num_bytes, part.start_s, part.start_s, part.end_s
+            )
+            for part in chosen
+        ]
+        return {**_spans_json(spans, names), "kind": [part.kind for part in chosen]}
+
+    messages = columns("reduce-scatter")
+    return {
+        "name": entry.name,
+        "how": entry.how,
+        "known": how_known(entry.how),
+        "words": entry.words,
+        "forward": [0.0, _short(step.forward_s[-1][1])],
+        "forwards": columns("forward"),
+        "backward": columns("backward"),
+        "messages": {**messages, "ready": messages["start"]},
+        "gathers": columns("gather", "gather again"),
+        "idle": [[_short(start_s), _short(end_s)] for start_s, end_s in idle_parts(step)],
+        "compute_s": _short(max(end_s for _, end_s in step.backward_s)),
+        "iteration_s": _short(step.iteration_s),
+    }
 
 
 def _both(strategy: CaseStrategy) -> tuple[tuple[How, Timeline | None], ...]:

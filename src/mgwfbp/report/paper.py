@@ -32,7 +32,7 @@ from mgwfbp.units import format_bytes, format_seconds, quote
 
 __all__ = ["FIGURES", "Figure", "Panel", "paper_figure"]
 
-_TRACES = {"googlenet": "googlenet-k80-b64", "resnet50": "resnet50-k80-b32"}
+_TRACES = {"googlenet": "googlenet-k80-bcaffe", "resnet50": "resnet50-k80-b32"}
 _STRATEGIES = ("naive", "ps", "wfbp", "single", "mgwfbp", "optimal")
 _SHORT = {"wfbp": "WF.", "single": "S.E.", "mgwfbp": "M.W.", "optimal": "ours"}
 
@@ -62,9 +62,21 @@ class _Data:
     inputs: Inputs
     network: Network
 
-    def trace(self, model: str) -> ModelTrace:
+    def recorded(self, model: str) -> ModelTrace:
         given = [trace for _, trace in self.inputs.traces if trace.model == model]
-        return by_layer(given[0] if given else load_trace(_TRACES[model]))
+        return given[0] if given else load_trace(_TRACES[model])
+
+    def trace(self, model: str) -> ModelTrace:
+        return by_layer(self.recorded(model))
+
+    def origin(self, *models: str) -> str:
+        """Say where the layers' times are from, and what to beware of."""
+        words = []
+        for model in models:
+            source = self.recorded(model).source
+            caution = f" ({source['caution']})" if source.get("caution") else ""
+            words.append(f"{model}: {source.get('measured', 'unknown')}, {source.get('device', 'unknown')}{caution}")
+        return f"Times of layers: {'; '.join(words)}."
 
     def rows(self, model: str, workers: Sequence[int]) -> list[ScalingRow]:
         strategies = [BASELINES[name] if name in BASELINES else Strategy(name, PLANNERS[name]) for name in _STRATEGIES]
@@ -160,7 +172,7 @@ def _figure_5(data: _Data) -> Figure:
         panels.append(Panel(f"(b) all-reduce, {name}", allreduce_chart(name, cost)))
     if not data.inputs.costs:
         panels.append(Panel(f"(b) all-reduce over {data.network.name}, predicted", _allreduce_lines(data.network)))
-    return Figure("Fig. 5: gradients and all-reduces", tuple(panels))
+    return Figure("Fig. 5: gradients and all-reduces", tuple(panels), data.origin(*_TRACES))
 
 
 def _allreduce_lines(network: Network) -> Chart:
@@ -190,7 +202,8 @@ def _speedup_and_accuracy(number: int, model: str, data: _Data) -> Figure:
     panels = [Panel("(a) speedup, simulated", speedup)]
     runs = [(name, run) for name, run in data.inputs.runs if run.config.get("model") == model and run.epochs]
     panels += [Panel("(b) top-1 accuracy", run_charts(runs)[0])] if runs else []
-    note = "" if runs else f"No training run of {model} was given, so there is no (b) top-1 accuracy."
+    without = "" if runs else f" No training run of {model} was given, so there is no (b) top-1 accuracy."
+    note = data.origin(model) + without
     return Figure(f"Fig. {number}: {model} over {data.network.name}", tuple(panels), note)
 
 
@@ -207,7 +220,8 @@ def _figure_8(data: _Data) -> Figure:
         Panel(f"({letter}) {model}", _breakdown(model, data.rows(model, MEASURED_WORKERS)))
         for letter, model in zip("ab", _TRACES, strict=True)
     ]
-    return Figure(f"Fig. 8: computation and communication that is not overlapped, {data.network.name}", tuple(panels))
+    title = f"Fig. 8: computation and communication that is not overlapped, {data.network.name}"
+    return Figure(title, tuple(panels), data.origin(*_TRACES))
 
 
 def _breakdown(model: str, rows: Sequence[ScalingRow]) -> Chart:
@@ -234,7 +248,7 @@ def _figure_9(data: _Data) -> Figure:
         Panel(f"({letter}) {model}", scaling_charts(data.rows(model, SIMULATED_WORKERS))[0])
         for letter, model in zip("ab", _TRACES, strict=True)
     ]
-    return Figure(f"Fig. 9: simulated speedup over {data.network.name}", tuple(panels))
+    return Figure(f"Fig. 9: simulated speedup over {data.network.name}", tuple(panels), data.origin(*_TRACES))
 
 
 FIGURES: Mapping[int, Callable[[_Data], Figure]] = MappingProxyType(

@@ -11,12 +11,21 @@ from typing import Any
 from mgwfbp.report.cases import Case, How, how_known
 from mgwfbp.timeline import Span, Timeline
 
-__all__ = ["MAX_RANKS", "LabelledTimeline", "timelines_of", "to_perfetto"]
+__all__ = [
+    "COMMUNICATION",
+    "COMPUTATION",
+    "MAX_RANKS",
+    "STEP",
+    "LabelledTimeline",
+    "make_names",
+    "timelines_of",
+    "to_perfetto",
+]
 
 # All ranks of a predicted step are alike; so many are enough to see that.
 MAX_RANKS = 8
-_STEP, _COMPUTATION, _COMMUNICATION = 0, 1, 2
-_THREADS = {_STEP: "step", _COMPUTATION: "computation", _COMMUNICATION: "communication"}
+STEP, COMPUTATION, COMMUNICATION = 0, 1, 2
+_THREADS = {STEP: "step", COMPUTATION: "computation", COMMUNICATION: "communication"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +76,22 @@ def to_perfetto(timelines: Sequence[LabelledTimeline], *, max_ranks: int = MAX_R
         ranks = [f"rank {rank}" for rank in range(min(timeline.workers, max_ranks))]
         for rank in ranks if entry.how == "predicted" else ["the observed rank"]:
             process += 1
-            events += _names(process, f"{rank}, {entry.label}, {entry.case}")
+            events += make_names(process, f"{rank}, {entry.label}, {entry.case}")
             events += _step(process, timeline)
-            events.append(_event(process, _COMPUTATION, "forward", "computation", timeline.forward))
+            events.append(_event(process, COMPUTATION, "forward", "computation", timeline.forward))
             for span in timeline.backward:
-                events.append(_event(process, _COMPUTATION, _name(span), "computation", span))
+                events.append(_event(process, COMPUTATION, _name(span), "computation", span))
             for place, span in enumerate(timeline.gathers):
                 name = f"gather {place}: {_name(span)}"
-                events.append(_event(process, _COMMUNICATION, name, "communication", span))
+                events.append(_event(process, COMMUNICATION, name, "communication", span))
             for place, span in enumerate(timeline.messages):
                 name = f"message {place}{f' in {span.wire}' if span.wire else ''}: {_name(span)}"
-                events.append(_event(process, _COMMUNICATION, name, "communication", span))
+                events.append(_event(process, COMMUNICATION, name, "communication", span))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names(process: int, name: str) -> list[dict[str, Any]]:
+def make_names(process: int, name: str) -> list[dict[str, Any]]:
+    """Return the events that name a process and its threads."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
@@ -103,7 +113,7 @@ def _step(process: int, timeline: Timeline) -> list[dict[str, Any]]:
         {
             "ph": "X",
             "pid": process,
-            "tid": _STEP,
+            "tid": STEP,
             "name": name,
             "cat": "step",
             "ts": start_s * 1e6,

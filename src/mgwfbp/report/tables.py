@@ -5,6 +5,7 @@ from typing import Any
 
 from mgwfbp.network import Network
 from mgwfbp.planners import PLANNERS, Planner
+from mgwfbp.ranges import RANGE_WORDS
 from mgwfbp.report.cases import Case, StepRow, step_rows
 from mgwfbp.report.chart import Chart, Series, Table, colors_of
 from mgwfbp.report.inputs import ScalingRow
@@ -25,7 +26,8 @@ __all__ = [
     "steps_table",
 ]
 
-COMPUTATION_COLOR, EXPOSED_COLOR = 0, 1
+COMPUTATION_COLOR, EXPOSED_COLOR, TAKEN_COLOR = 0, 1, 2
+TAKEN = "messages' own time: what starting and copying them takes from the computation"
 
 
 def steps_table(rows: Sequence[StepRow]) -> Table:
@@ -33,7 +35,9 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
     measured = {row.strategy: row for row in rows if row.how == "measured"}
     errors = any(row.how == "predicted" and row.strategy in measured for row in rows)
     spread = any(row.low_s is not None for row in rows)
-    titles = ["strategy", "known by", "messages", "step", "computation", "exposed", "share", "efficiency"]
+    takes = any(row.taken_s for row in rows)
+    titles = ["strategy", "known by", "messages", "step", "computation", *["taken"] * takes]
+    titles += ["exposed", "share", "efficiency"]
     titles += ["between"] * spread + ["prediction error"] * errors
     wire = any(row.low_bytes for row in rows)
     titles += ["sent", "low precision"] * wire
@@ -45,6 +49,7 @@ def steps_table(rows: Sequence[StepRow]) -> Table:
             str(row.num_messages),
             format_seconds(row.iteration_s),
             format_seconds(row.compute_s),
+            *([format_seconds(row.taken_s)] if takes else []),
             format_seconds(row.exposed_s),
             f"{row.exposed_s / row.iteration_s:.1%}" if row.iteration_s else "-",
             f"{row.efficiency:.1%}",
@@ -75,6 +80,7 @@ def breakdown_chart(case: Case) -> Chart:
     several = len({row.how for row in rows}) > 1
     labels = tuple(f"{row.strategy}, {row.how_known}" if several else row.strategy for row in rows)
     computation = tuple((float(place), row.compute_s) for place, row in enumerate(rows))
+    taken = tuple((float(place), row.taken_s) for place, row in enumerate(rows))
     exposed = tuple((float(place), row.exposed_s) for place, row in enumerate(rows))
     known = [
         (row.low_s, row.high_s) if row.low_s is not None and row.high_s is not None else (row.iteration_s,) * 2
@@ -86,14 +92,25 @@ def breakdown_chart(case: Case) -> Chart:
         kind="stacked",
         series=(
             Series("computation", computation, COMPUTATION_COLOR),
+            *([Series(TAKEN, taken, TAKEN_COLOR)] if any(row.taken_s for row in rows) else []),
             Series("communication that nothing hides", exposed, EXPOSED_COLOR, spread=spread),
         ),
         table=steps_table(rows),
         y_label="time of a step",
         y_unit="s",
         labels=labels,
-        note="The line at the end of a bar spans the middle half of all measurements." if spread else "",
+        note=_spread_note(rows) if spread else "",
     )
+
+
+def _spread_note(rows: Sequence[StepRow]) -> str:
+    """Say what the lines at the ends of bars, and the column `between`, are."""
+    hows = {row.how for row in rows if row.low_s is not None}
+    words = {
+        "measured": "of measured steps the middle half of the turns",
+        "predicted": f"of predicted ones what they may be off by: {RANGE_WORDS}",
+    }
+    return f"The line at the end of a bar spans, {', '.join(text for how, text in words.items() if how in hows)}."
 
 
 def model_rows(

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 
 from mgwfbp.report.cases import Case
 from mgwfbp.report.perfetto import timelines_of
-from mgwfbp.report.words import low_words, message_words, summarize
+from mgwfbp.report.words import low_words, message_words, summarize, taken_words
 from mgwfbp.timeline import Span, Timeline
 from mgwfbp.units import format_seconds, printable
 
-__all__ = ["draw_case", "draw_timeline"]
+__all__ = ["GUTTER", "draw_case", "draw_lane", "draw_timeline"]
 
-_GUTTER = 10
+GUTTER = 10
 _LEGEND = "f forward, b B gradients in turn, = # messages in turn, ! exposed"
 _LOW_LEGEND = "- ~ messages in low precision in turn"
 _GATHER_LEGEND = "< > gathers in turn"
@@ -45,10 +45,11 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
               0 s                     13 s
     """
     whole_s = whole_s or timeline.iteration_s
-    columns = max(10, width - _GUTTER)
+    columns = max(10, width - GUTTER)
     title = (
         f"{printable(label or timeline.planner)}: {message_words(timeline)}, step "
-        f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}{low_words(timeline)}"
+        f"{format_seconds(timeline.iteration_s)}, exposed {format_seconds(timeline.exposed_s)}{taken_words(timeline)}"
+        f"{low_words(timeline)}"
     )
     forward = [(timeline.forward, "f")]
     backward = [(span, "bB"[place % 2]) for place, span in enumerate(timeline.backward)]
@@ -59,12 +60,12 @@ def draw_timeline(timeline: Timeline, *, label: str = "", width: int = 100, whol
     lanes = [("compute", [*forward, *backward]), ("messages", [*gathers, *messages])]
     if timeline.exposed_s:
         lanes.append(("exposed", exposed))
-    lines = [f"{name:<{_GUTTER}}|{_lane(spans, columns - 2, whole_s)}|" for name, spans in lanes]
+    lines = [f"{name:<{GUTTER}}|{draw_lane(spans, columns - 2, whole_s)}|" for name, spans in lanes]
     end = format_seconds(whole_s)
-    return "\n".join([title, *lines, f"{'':{_GUTTER}}0 s{end:>{columns - 3}}"])
+    return "\n".join([title, *lines, f"{'':{GUTTER}}0 s{end:>{columns - 3}}"])
 
 
-def _lane(spans: Iterable[tuple[Span, str]], columns: int, whole_s: float) -> str:
+def draw_lane(spans: Iterable[tuple[Span, str]], columns: int, whole_s: float) -> str:
     """Give every column the mark of the span that fills most of it, if one fills any of it worth showing."""
     filled = [0.0] * columns
     marks = [" "] * columns

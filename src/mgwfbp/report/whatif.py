@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from mgwfbp.cost import LinearCost
+from mgwfbp.costs import WireCost
 from mgwfbp.network import Network
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
@@ -51,7 +52,8 @@ class WhatIf:
     network: Network | None  # where the cost comes from one: sliders then say its values, else how many times the cost
     bucket: Mapping[str, int]  # sizes, of planner `bucket`
     note: str
-    sharded: Mapping[str, MergePlan] = field(default_factory=dict)  # plans with gathers; the page does not plan them
+    given: Mapping[str, MergePlan] = field(default_factory=dict)  # with gathers or low precision: not planned anew
+    low_cost: KnownCost | None = None  # of messages in low precision, where it was measured
 
     @property
     def sliders(self) -> dict[str, Slider]:
@@ -90,10 +92,11 @@ class WhatIf:
                 "forward_s": self.trace.forward_s,
                 "backward_s": [layer.backward_s for layer in self.trace.layers],
                 "grad_bytes": [layer.grad_bytes for layer in self.trace.layers],
-                **({"layer_forward_s": self.trace.layer_forward_s} if self.sharded else {}),
+                **({"layer_forward_s": self.trace.layer_forward_s} if self.given else {}),
             },
-            "sharded": [{"name": name, **self._places(plan)} for name, plan in self.sharded.items()],
+            "given": [{"name": name, **self._places(plan)} for name, plan in self.given.items()],
             "cost": _cost_json(self.cost),
+            "low_cost": None if self.low_cost is None else _cost_json(self.low_cost),
             "network": None if self.network is None else self.network.to_json(),
             "sliders": {name: slider.to_json() for name, slider in self.sliders.items()},
             "bucket": dict(self.bucket),
@@ -104,7 +107,7 @@ class WhatIf:
         groups, gathers = (
             [[place_of[name] for name in group] for group in some] for some in (plan.groups, plan.gathers)
         )
-        return {"groups": groups, "gathers": gathers, "sharded": plan.sharded}
+        return {"groups": groups, "gathers": gathers, "sharded": plan.sharded, "wire": plan.wires}
 
 
 def _cost_json(cost: KnownCost) -> dict[str, Any]:
@@ -160,21 +163,32 @@ def find_what_if(case: Case, planners: Mapping[str, Planner] = PLANNERS) -> What
             "of bytes as (N - 1)/N: those of a ring do."
         )
     note += _otherwise(case, case.trace, case.cost, planners)
-    sharded = _sharded_plans(case, case.trace)
-    if sharded:
+    given = _given_plans(case, case.trace)
+    if sharded := [name for name, plan in given.items() if plan.gathers]:
         note += (
             f" {', '.join(sharded)}: for a sharded optimizer, with the groups as they are and not planned anew; a "
             "reduce-scatter and an all-gather are taken to cost half an all-reduce each."
         )
-    return WhatIf(case.title, case.trace, case.cost, case.network, _bucket_sizes(planners), note, sharded)
+    both, low = case.both_costs, None
+    if isinstance(both, WireCost):
+        low = both.low
+    if mixed := [name for name, plan in given.items() if plan.wire]:
+        note += f" {', '.join(mixed)}: with messages and their precision as they are and not planned anew."
+    if low is not None:
+        note += " What messages in low precision cost was measured, and is so many times that, as the others' is."
+    return WhatIf(case.title, case.trace, case.cost, case.network, _bucket_sizes(planners), note, given, low)
 
 
-def _sharded_plans(case: Case, trace: ModelTrace) -> dict[str, MergePlan]:
-    """Return the plans of the case that gather parameters of this trace."""
+def _given_plans(case: Case, trace: ModelTrace) -> dict[str, MergePlan]:
+    """Return the plans of the case for this trace that gather parameters or send some messages in low precision.
+
+    If a strategy was predicted from another cost than the case's, the page says what this one gives.
+    """
     steps = {strategy.name: strategy.predicted for strategy in case.strategies}
-    plans = {name: plan_of(step) for name, step in steps.items() if step is not None and step.gathers}
+    plans = {name: plan_of(step) for name, step in steps.items() if step is not None}
     names = {layer.name for layer in trace.layers}
-    return {name: plan for name, plan in plans.items() if set(plan.layer_names) == names}
+    special = {name: plan for name, plan in plans.items() if plan.gathers or plan.wire}
+    return {name: plan for name, plan in special.items() if set(plan.layer_names) == names}
 
 
 def _bucket_sizes(planners: Mapping[str, Planner]) -> dict[str, int]:

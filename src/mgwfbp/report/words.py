@@ -7,6 +7,8 @@ predicted.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mgwfbp.cost import taken_by, taking_nothing
+from mgwfbp.fitting import padding_words
 from mgwfbp.planners import plan_optimal
 from mgwfbp.report.cases import DEFAULTS, OURS_LOW, Case, StepRow, step_rows
 from mgwfbp.report.inputs import KnownCost, ScalingRow
@@ -26,6 +28,7 @@ __all__ = [
     "summarize",
     "summarize_runs",
     "summarize_scaling",
+    "taken_words",
 ]
 
 # Closer than this is "as good as": real steps differ by as much from one to the next.
@@ -34,6 +37,7 @@ NEAR = 0.05
 WORTH = 0.005
 # Where predictions are off by more than this on average, what else they promise is not worth repeating.
 TRUSTED = 0.25
+MESSAGES_OWN = "what starting and copying messages takes from the computation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def find_current(case: Case, rows: Sequence[StepRow]) -> StepRow:
 
 
 def find_remedies(trace: ModelTrace, cost: KnownCost) -> list[Remedy]:
-    """Predict what the best plan would give: as things are, and with a better network or processor.
+    """Predict what the best plan would give: as things are, with a better network, and with messages that take nothing.
 
     Each is planned anew, so that a remedy is not blamed for a plan that was made without it.
     """
@@ -76,30 +80,31 @@ def find_remedies(trace: ModelTrace, cost: KnownCost) -> list[Remedy]:
         plan = plan_optimal(trace, other)
         return Remedy(what, predict(trace, other, plan).iteration_s, plan.num_groups)
 
-    return [
+    found = [
         best("merging", cost),
         best("twice the bandwidth", faster_bandwidth(cost)),
         best("start-up times of zero", no_startup(cost)),
     ]
+    if taken_by(cost, trace.grad_bytes):
+        found.append(best("messages that take nothing from the computation", taking_nothing(cost)))
+    return found
 
 
 def find_bottleneck(current: StepRow, predicted: StepRow | None, remedies: Sequence[Remedy]) -> str:
     """Name what the current step is longest because of, by what its remedy would gain.
 
-    Computation, where communication is as good as hidden; else the way of merging, the bandwidth or the start-up times,
-    whichever would save most of the step as it was predicted. Without remedies, or where no prediction knows of exposed
-    communication, no more can be said than "communication".
+    Computation, where communication is as good as hidden and messages take next to nothing from it; else the way of
+    merging, the bandwidth, the start-up times or what messages take, whichever would save most of the step as it was
+    predicted. Without remedies, or where no prediction knows of time lost, no more can be said than "communication".
     """
-    if current.exposed_s <= NEAR * current.iteration_s:
+    if current.lost_s <= NEAR * current.iteration_s:
         return "computation"
-    if not remedies or predicted is None or predicted.exposed_s <= NEAR * predicted.iteration_s:
+    if not remedies or predicted is None or predicted.lost_s <= NEAR * predicted.iteration_s:
         return "communication"
-    merging, bandwidth, startup = remedies
-    saved_s = {
-        "the way gradients are merged": predicted.iteration_s - merging.iteration_s,
-        "bandwidth": merging.iteration_s - bandwidth.iteration_s,
-        "start-up times": merging.iteration_s - startup.iteration_s,
-    }
+    merging, *others = remedies
+    saved_s = {"the way gradients are merged": predicted.iteration_s - merging.iteration_s}
+    for name, other in zip(("bandwidth", "start-up times", MESSAGES_OWN), others, strict=False):
+        saved_s[name] = merging.iteration_s - other.iteration_s
     if merging.is_reached_by(current):
         del saved_s["the way gradients are merged"]
     return max(saved_s, key=lambda name: saved_s[name])
@@ -116,12 +121,10 @@ def summarize(case: Case) -> list[str]:
     remedies: list[Remedy] = []
     if case.trace is not None and case.cost is not None and mean_error <= TRUSTED:
         remedies = find_remedies(case.trace, case.cost)
-    share = current.exposed_s / current.iteration_s if current.iteration_s else 0.0
-    percent = f"{share:.0%}" if share >= 0.01 or not share else "less than 1%"
+    taken = f", and {_part(current.taken_s, current)} is {MESSAGES_OWN}" if current.taken_s else ""
     sentences = [
         f"{case.title}: with {_name(current.strategy)} a step takes {format_seconds(current.iteration_s)} "
-        f"({current.how_known}), and {format_seconds(current.exposed_s)} of it ({percent}) is communication that "
-        "nothing hides.",
+        f"({current.how_known}), and {_part(current.exposed_s, current)} is communication that nothing hides{taken}.",
         f"The bottleneck is {find_bottleneck(current, _prediction(current, rows), remedies)}.",
     ]
     likes = [row for row in rows if row.is_like(current)]
@@ -137,11 +140,20 @@ def summarize(case: Case) -> list[str]:
         best = min(likes, key=lambda row: row.iteration_s) if current.how == "measured" else current
         sentences += [_merging(remedies[0], best, _prediction(best, rows)), _others(remedies[0], remedies[1:])]
         sentences += _low_precision(case, remedies[0])
+    if padded := padding_words(case.cost):
+        sentences.append(f"{padded[0].upper()}{padded[1:]}.")
     if errors:
         words = f"Predictions are off by {mean_error:.1%} on average, by {max(errors, key=abs):+.1%} at worst"
         too_far = ": too far to say what else would help; measure the trace and the cost again"
         sentences.append(f"{words}{too_far if mean_error > TRUSTED else ''}.")
     return sentences
+
+
+def _part(part_s: float, row: StepRow) -> str:
+    """Say a part of a step, in seconds and as a share of it."""
+    share = part_s / row.iteration_s if row.iteration_s else 0.0
+    percent = f"{share:.0%}" if share >= 0.01 or not share else "less than 1%"
+    return f"{format_seconds(part_s)} of it ({percent})"
 
 
 def _prediction(row: StepRow, rows: Sequence[StepRow]) -> StepRow | None:
@@ -190,7 +202,8 @@ def _others(merging: Remedy, others: Sequence[Remedy]) -> str:
     others = sorted(others, key=lambda remedy: remedy.iteration_s)
     useful = [remedy for remedy in others if remedy.gain(now_s) > 1 + WORTH]
     if not useful:
-        return f"Neither {others[0].what} nor {others[1].what} would add anything to the best plan, by the model."
+        names = " nor ".join(remedy.what for remedy in others)
+        return f"Neither {names} would add anything to the best plan, by the model."
     first, *second = useful
     words = (
         f"With {first.what} the best plan, made anew, would be {_times(first.gain(now_s))} as fast "
@@ -242,6 +255,11 @@ def message_words(timeline: Timeline) -> str:
     """Say how many messages a step sends, and how many gathers where there are some."""
     gathers = f" and {plural(len(timeline.gathers), 'gather')}" if timeline.gathers else ""
     return f"{plural(len(timeline.messages), 'message')}{gathers}"
+
+
+def taken_words(timeline: Timeline) -> str:
+    """Say what messages take from the computation, where they take something; to be added to words on the step."""
+    return f", taken from the computation {format_seconds(timeline.taken_s)}" if timeline.takes else ""
 
 
 def low_words(timeline: Timeline) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from mgwfbp.runtime.gloo import group_timeout
+from mgwfbp.runtime.messages.gloo import group_timeout
 
 __all__ = ["NaiveSgd", "ParameterServers", "assign_owners", "push_and_pull", "send_after_backward"]
 

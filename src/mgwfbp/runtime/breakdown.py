@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Self
 
+from mgwfbp.bounds import lower_bound_s
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, planner_of
 from mgwfbp.report.explanation import OWN, PARTS, Choice, Explanation
-from mgwfbp.runtime.decide import BUCKET_MIB
-from mgwfbp.runtime.kinds import Kind, kinds_of, split_by_kind
-from mgwfbp.runtime.learn import Known, timeline_of
-from mgwfbp.runtime.observe import ObservedStep
-from mgwfbp.runtime.reducer import ReducerHandle
-from mgwfbp.runtime.steps import Gradients, Note, PackedSteps, Seen
-from mgwfbp.timeline import Timeline, lower_bound_s, predict
+from mgwfbp.runtime.observe.learn import Learner, timeline_of
+from mgwfbp.runtime.observe.observer import ObservedStep
+from mgwfbp.runtime.observe.steps import Gradients, Note, PackedSteps, Seen
+from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.reducer.kinds import Kind, kinds_of, split_by_kind
+from mgwfbp.runtime.tune.decide import BUCKET_MIB
+from mgwfbp.timeline import Timeline, predict
 
 __all__ = ["NotedMessages", "note_of", "parts_of_rank"]
 
@@ -86,7 +87,7 @@ class NotedMessages:
 
     def predict(self, found: Explanation, seen: Seen, swept: PiecewiseCost, timeline: str) -> Explanation:
         """Add what other buckets would give; messages were ``swept`` on an idle network."""
-        known = Known(self.gradients, len(found.ranks), swept)
+        known = Learner(self.gradients, len(found.ranks), swept)
         known.learn(self.plan, seen)
         trace, cost = known.trace, known.cost
         assert seen.messages is not None  # noqa: S101 - they too

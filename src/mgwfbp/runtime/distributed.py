@@ -11,24 +11,32 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError, ShardError
 from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
 from mgwfbp.plan import WIRES, MergePlan
-from mgwfbp.runtime.compile_private import follow_plans, runs_graphs, warn_of_old_cuts
-from mgwfbp.runtime.kinds import PlanLike, read_plan
-from mgwfbp.runtime.observation import Observation, observing
-from mgwfbp.runtime.observe import Observer
-from mgwfbp.runtime.reducer import Parameters, ReducerHandle, cannot_hold, missing
-from mgwfbp.runtime.rows import Shards
-from mgwfbp.runtime.self_tuning import SelfTuning
-from mgwfbp.runtime.steps import Note
-from mgwfbp.runtime.strides import StrideWatch
-from mgwfbp.runtime.tuning import Tuning
+from mgwfbp.record import check_real
+from mgwfbp.runtime.messages.wire import cannot_wire
+from mgwfbp.runtime.observe.observation import Observation, observing
+from mgwfbp.runtime.observe.observer import Observer
+from mgwfbp.runtime.observe.steps import Note
+from mgwfbp.runtime.observe.strides import StrideWatch
+from mgwfbp.runtime.reducer.changes import give_together, take_back
+from mgwfbp.runtime.reducer.compile_private import follow_plans, notice_graphs, warn_of_old_cuts
+from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.reducer.kinds import PlanLike, read_plan
+from mgwfbp.runtime.reducer.parameters import Parameters
+from mgwfbp.runtime.reducer.support import cannot_hold, lacks, missing
+from mgwfbp.runtime.rows.compiled_modules import runs_graphs
+from mgwfbp.runtime.rows.shards import Shards
+from mgwfbp.runtime.tune.race import PRECISION
+from mgwfbp.runtime.tune.refusals import cannot_time
+from mgwfbp.runtime.tune.self_tuning import SelfTuning
+from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.runtime.user_line import call_from_user_line, warn_user
-from mgwfbp.runtime.wire import cannot_wire
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
@@ -61,13 +69,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         plan: a `MergePlan` or the path of one, over the names of ``module.named_parameters()`` that get a gradient and
             are left to DDP's Reducer. Its messages are the Reducer's buckets from the first step on, and nothing is
             tuned: also the way to runs that repeat bitwise (``model.plan.save(path)`` on one rank keeps it).
-        tune: with False, and without a plan, this is torch's class and nothing else: no hook, nothing observed.
+        tune: with False, and without a plan, this is torch's class and nothing else: no hook, nothing observed, nothing
+            said to other ranks, which may have torch's class but must not tune.
         tune_steps: how many steps plans may be compared in, at most; a clear difference takes a fraction of that.
         retune_steps: about how many steps may be spent, over the whole run, on looking again when steps have changed
             for long (the last time may take some 100 more); 0 to never look again.
         wire: "bfloat16" or "float16": messages *may* travel in that precision, where it shortens the step; converted,
-            summed in fp32 and converted, see [Note: how a message travels in low precision] in ``wire.py``. Gradients
-            are then no longer those of torch's class, but the same on all ranks. Without it never.
+            summed in fp32 and converted, see [Note: how a message travels in low precision] in ``measure/low.py``.
+            Gradients are then no longer those of torch's class, but the same on all ranks. Without it never.
+        wire_tolerance: precision is given up only where that shortens the step by more than this part of it. Rank 0's
+            counts.
         **kwargs: as torch's class takes them.
 
     Raises:
@@ -86,9 +97,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         *args: Any,
         plan: PlanLike | None = None,
         tune: bool = True,
-        tune_steps: int = 800,
+        tune_steps: int = 1200,
         retune_steps: int = 2000,
         wire: str | None = None,
+        wire_tolerance: float = PRECISION,
         **kwargs: Any,
     ) -> None:
         given = inspect.signature(TorchDistributedDataParallel.__init__).bind(self, module, *args, **kwargs).arguments
@@ -96,20 +108,25 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise PlanError(
                 f"wire={wire!r} with tune=False and without a plan: nothing would say which messages use it"
             )
+        self._wire_tolerance = check_real(wire_tolerance, "wire_tolerance", PlanError)
+        if wire is None and wire_tolerance != PRECISION:
+            raise PlanError(f"wire_tolerance={wire_tolerance:g} without wire=: no message may travel in low precision")
         reason = "a plan was given" if plan is not None else "" if tune else "tune=False"
         self._self_tuning = SelfTuning(reason, tune_steps, retune_steps)
         self._plan: MergePlan | None = None
         self._wire = wire
-        self.is_compiled = False  # whether a graph was compiled inside the forward pass
-        self._absent = missing() if plan is not None or tune else ()
-        self._asked_for: Callable[[], None] | None = partial(self._agree_on_plan, plan, given)
+        self._is_compiled = False  # whether a graph was compiled inside the forward pass
+        # With neither, torch's class may stand on other ranks, which would not answer.
+        is_ours = plan is not None or tune
+        self._absent = missing() if is_ours else ()
+        self._asked_for: Callable[[], None] | None = partial(self._agree_on_plan, plan, given) if is_ours else None
         # Torch's warnings name the line that calls its constructor: it shall be the user's.
         call_from_user_line(partial(super().__init__, module, *args, **kwargs))
         self._asked_for = None
         # The same on all ranks: they wrap the models of one group in one order.
         self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
-        if plan is not None or tune:
-            self._begin(plan_was_given=plan is not None)
+        if is_ours:
+            self._begin(plan_was_given=plan is not None, together=given.get("init_sync", True))
 
     def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
         """Agree with the other ranks on the plan, once parameters are known and before ranks exchange anything."""
@@ -125,8 +142,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 raise PlanError(f"wire={wire!r} cannot be had: {cannot}")
             return None if requested is None else read_plan(requested, Parameters(self), wire)
 
-        # init_sync=False asks for a construction without collectives; a plan is compared even then.
-        if requested is None and not given.get("init_sync", True):
+        if reason := cannot_time(self.device):
+            self._self_tuning.refuse(reason)
+        # A construction without collectives was asked for, or the group may have none for this device; a plan is
+        # compared all the same.
+        if requested is None and (not given.get("init_sync", True) or reason):
             prepare()
             return
         tunes = self._self_tuning.is_to_begin
@@ -139,7 +159,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     @property
     def _cannot_hold(self) -> str:
         """Why no buckets can be given on this rank; empty where they can."""
-        return f"torch {torch.__version__} lacks {', '.join(self._absent)}" if self._absent else cannot_hold(self)
+        return lacks(self._absent) if self._absent else cannot_hold(self)
 
     def _build_params_for_reducer(self) -> Any:
         built = super()._build_params_for_reducer()
@@ -148,8 +168,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             asked_for()
         return built
 
-    def _begin(self, *, plan_was_given: bool) -> None:
-        """Do what follows every construction, be it from the constructor, a pickle or a copy."""
+    def _begin(self, *, plan_was_given: bool, together: bool = False) -> None:
+        """Do what follows every construction, be it from the constructor, a pickle or a copy, which one rank may make.
+
+        With ``together`` all ranks do it.
+        """
         if cannot := self._cannot_hold:
             if plan_was_given:
                 warn_user(f"{NOT_USED} {cannot}")
@@ -162,7 +185,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._plan is not None:
             handle.set_buckets(handle.buckets_of(self._plan.groups), self._plan.wire)
         follow_plans()
-        self._self_tuning.begin(handle)
+        self._self_tuning.begin(handle, together=together)
         self._strides = StrideWatch(self, handle)
 
     @property
@@ -210,6 +233,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         ``seen.predicted`` what `predict` gives for the plan in force with the trace and cost in ``predict_with`` (a
         trace of None stands for the observed one), or else with those that the tuner found.
 
+        Of a model with a `ShardedOptimizer` gathers are observed too, from the second step of the block on: what the
+        forward pass waited for them is part of the exposed communication, and not of the trace.
+
         A message is ready when the Reducer asks for it, starts once the message before it has arrived, and ends when it
         has arrived: CUDA events on a GPU, times of the host on a CPU. Not while the tuner works, which changes plans,
         and not inside of another block. Where a communication hook sends, all ranks must observe alike, between steps:
@@ -243,7 +269,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise PlanError("the plan cannot be changed inside join(), where ranks that ran out of data do not answer")
         if absent := missing():
             if plan is not None:
-                warn_user(f"{NOT_USED} torch {torch.__version__} lacks {absent[0]}")
+                warn_user(f"{NOT_USED} {lacks(absent)}")
             return
         if cannot := cannot_hold(self):
             raise PlanError(f"no plan can be held: {cannot}")
@@ -265,12 +291,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             agreed = agree_on_plan(prepare, self.process_group)
+            buckets, wires = (None, ()) if agreed is None else (handle.buckets_of(agreed.groups), agreed.wire)
+            changes, before = (buckets, wires) != (handle.given, handle.wires), handle.in_force
+            failed = give_together(handle, buckets, wires) if changes else None
+            if failed is not None:
+                take_back(handle, *before)
+                raise PlanError(f"rank {failed[0]} cannot have the plan, and the one in force stays: {failed[1]}")
         self._self_tuning.stop("a plan was set by hand")
         self._handle = handle
         self._plan = agreed
-        buckets, wires = (None, ()) if agreed is None else (handle.buckets_of(agreed.groups), agreed.wire)
-        if (buckets, wires) != (handle.given, handle.wires):
-            handle.set_buckets(buckets, wires)
+        if changes:
             warn_of_old_cuts(self)
         handle.gathers = handle.buckets_of(agreed.gathers) if agreed is not None and agreed.gathers else None
 
@@ -282,42 +312,54 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._shards is not None:
             self._shards.finish_all()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, as torch does, without waiting for parameters that a `ShardedOptimizer` gathers.
+
+        What it shards has no gradient then in either case.
+        """
+        if self._shards is None:
+            super().zero_grad(set_to_none)
+        else:
+            self._shards.zero_grad(set_to_none=set_to_none)
+
     def _shard_with(self, shards: Shards) -> None:
         """Let a `ShardedOptimizer` have the gradients."""
         handle = self._handle = self._handle or ReducerHandle(self)
+        self.synchronize()  # with an optimizer before this one
         was_working = self._self_tuning.tuner is not None
         self._self_tuning.stop("a sharded optimizer was made", restore=True)
         handle.shard_with(shards)
         self._shards = shards
         shards.guard(self.module)
+        shards.runs_graphs = self._is_compiled or runs_graphs(self)
+        notice_graphs()
         if was_working:
-            self._self_tuning.start(anew=True)
+            self._self_tuning.start_together(anew=True)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, shards = self._handle, self._shards
         observer, drift = self._observer or self._self_tuning.tuner, self._self_tuning.drift
-        if (
-            shards is not None
-            and shards.pending
-            and (self.is_compiled or shards.waits_first or runs_graphs(shards.modules))
-        ):
+        if shards is not None and shards.pending and (shards.runs_graphs or shards.waits_first):
             shards.finish_all()
         if handle is not None and handle.is_due:
             handle.before_forward()
         if observer is not None and torch.is_grad_enabled():
             observer.before_forward()
-        # Also in observed steps: one rank alone may observe. `explain` works on all.
-        averages = self.require_backward_grad_sync and self.training
-        if drift is not None and self._explaining is None and averages and torch.is_grad_enabled():
-            drift.before_step()
+        # Also in observed steps: one rank alone may observe. `explain` works on all. The first pass of a new Reducer,
+        # which a tuner may need, must average gradients where the graph is static.
+        is_any_pass = self.require_backward_grad_sync or not self.static_graph
+        if drift is not None and self._explaining is None and is_any_pass and torch.is_grad_enabled():
+            drift.before_forward()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         if self._shards is not None and self._shards.pending and torch.is_grad_enabled():
             self._shards.finish_all()  # what was not used; the backward pass needs the link
-        observer = self._observer or self._self_tuning.tuner
+        observer, drift = self._observer or self._self_tuning.tuner, self._self_tuning.drift
         if observer is not None and torch.is_grad_enabled():
             observer.after_forward()
+        if drift is not None and torch.is_grad_enabled():
+            drift.after_forward()
         return super()._post_forward(output)
 
     def _look_again(self) -> None:
@@ -325,7 +367,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._observer is not None:  # one rank alone may observe; tuning begins on all
             self._observer.stop()
             self._observer = None
-        self._self_tuning.start()
+        self._self_tuning.start_together()
 
     def _tuner_has_ended(self, plan: MergePlan | None) -> None:
         if plan is not None:
@@ -334,30 +376,39 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._explaining.begin()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer."""
-        if self._explaining is not None:
-            self._explaining.stop(IN_JOIN)
-        if self._handle is not None:
-            self._handle.settle()
-            self._handle.was_joined = True
-            self._self_tuning.stop(IN_JOIN, restore=True)
-        return super().join_hook(**kwargs)
+        """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer.
 
-    @contextmanager
-    def join(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Train with uneven inputs as torch does. After the block tuning that had not ended begins again."""
+        It begins again after the block, be it of `join` or of torch's generic ``Join``.
+        """
         if self._shards is not None:
             raise ShardError(
                 "join() cannot be with a sharded optimizer: ranks that ran out of data would not answer it"
             )
+        if self._explaining is not None:
+            self._explaining.stop(IN_JOIN)
+        if self._handle is None:
+            return super().join_hook(**kwargs)
+        self._handle.settle()
+        self._handle.was_joined = True
+        self._self_tuning.stop(IN_JOIN, restore=True)
+        return _EndsJoin(super().join_hook(**kwargs), self, self._join_config)
+
+    def _tune_after_join(self) -> None:
+        if self.tuning.reason == IN_JOIN:
+            self._self_tuning.start_together()
+
+    @contextmanager
+    def join(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Train with uneven inputs as torch does. After the block tuning that had not ended begins again."""
         before = self._join_config
-        with super().join(*args, **kwargs) as inside:
-            yield inside
+        try:
+            with super().join(*args, **kwargs) as inside:
+                yield inside
+        finally:
+            if self._handle is not None:
+                self._join_config = before  # also after an exception, where torch calls no hook
         if self._handle is not None:
-            # Torch leaves it set, and would go on asking ranks that are no longer there.
-            self._join_config = before
-            if self.tuning.reason == IN_JOIN:
-                self._self_tuning.start()
+            self._tune_after_join()  # with enable=False torch calls none either
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as torch does."""
@@ -414,3 +465,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._plan = None
             warn_user(f"{NOT_USED} it is a copy's, and parameters were frozen or thawed since the plan was made")
         self._begin(plan_was_given=self._plan is not None)
+
+
+class _EndsJoin(JoinHook):
+    """Torch's join hook, which also ends the block for the model: torch leaves ``_join_config`` set for ever."""
+
+    def __init__(self, hook: Any, model: DistributedDataParallel, before: Any) -> None:
+        self._hook, self._model, self._before = hook, model, before
+
+    def main_hook(self) -> None:
+        """Answer the other ranks, once this one has run out of data."""
+        self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # torch's signature
+        """Share the last parameters, and tune again: all ranks have run out of data and are here."""
+        self._hook.post_hook(is_last_joiner)
+        # Else the next forward pass would ask the other ranks whether they have run out.
+        self._model._join_config = self._before
+        self._model._tune_after_join()

@@ -37,9 +37,10 @@ from mgwfbp.report.explanation_page import build_explanation_page
 from mgwfbp.runtime.breakdown import NotedMessages, note_of, parts_of_rank
 from mgwfbp.runtime.distributed import IN_JOIN
 from mgwfbp.runtime.distributed import DistributedDataParallel as OurDistributedDataParallel
-from mgwfbp.runtime.observe import ObservedStep, Observer, weakly
-from mgwfbp.runtime.reducer import ReducerHandle, cannot_hold, missing, when_backward_has_ended
-from mgwfbp.runtime.steps import Gradients, Seen
+from mgwfbp.runtime.observe.observer import ObservedStep, Observer, weakly
+from mgwfbp.runtime.observe.steps import Gradients, Seen
+from mgwfbp.runtime.reducer.handle import ReducerHandle, when_backward_has_ended
+from mgwfbp.runtime.reducer.support import cannot_hold, missing
 from mgwfbp.units import plural, quote
 
 __all__ = ["Explaining", "explain"]
@@ -112,6 +113,11 @@ def _check(model: Any, optimizer: object, parameters: Sequence[Tensor], steps: i
         raise MeasureError("the model is being explained already: wait until that has ended")
     if getattr(model, "_observer", None) is not None:
         raise MeasureError("the model is being observed: leave that block first")
+    if getattr(model, "_shards", None) is not None:
+        raise MeasureError(
+            "cannot explain: a sharded optimizer gathers parameters in the forward pass, and what that waits for them "
+            "would be taken for computation; model.observe() tells the two apart"
+        )
 
 
 def _why_unobserved(model: Any, optimizer: object) -> str:

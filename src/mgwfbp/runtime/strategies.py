@@ -13,19 +13,20 @@ from mgwfbp.costs import low_precision_cost
 from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import Planner, find_plan, plan_wfbp, plan_wire, planner_of
+from mgwfbp.planners.wire import DEFAULT_TOLERANCE
 from mgwfbp.runtime.baselines import NaiveSgd, ParameterServers, assign_owners, push_and_pull, send_after_backward
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.kinds import Kind, split_by_kind
-from mgwfbp.runtime.reducer import uncompiled
+from mgwfbp.runtime.reducer.kinds import Kind, split_by_kind
+from mgwfbp.runtime.reducer.parameters import uncompiled
 from mgwfbp.trace import LayerTrace, ModelTrace
 from mgwfbp.units import quote
 
 __all__ = ["STRATEGIES", "parallel", "plan_for", "split_wire"]
 
-STRATEGIES = ("auto", "ddp", "naive", "wfbp", "single", "bucket", "mgwfbp", "optimal", "ps")
+STRATEGIES = ("auto", "ddp", "naive", "wfbp", "single", "bucket", "mgwfbp", "optimal", "cautious", "ps")
 
 # Strategies whose plan depends on times, not only on the order of the gradients.
-_TIMED = ("mgwfbp", "optimal")
+_TIMED = ("mgwfbp", "optimal", "cautious")
 _FREE = LinearCost(workers=1, startup_s=0.0, per_byte_s=0.0)  # for planners that take a cost and do not look at it
 
 
@@ -35,6 +36,7 @@ def parallel(
     *,
     trace: ModelTrace | None = None,
     cost: Cost | None = None,
+    wire_tolerance: float = DEFAULT_TOLERANCE,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
     """Wrap a module so that its gradients are averaged by a strategy. All ranks must call it alike.
@@ -65,6 +67,8 @@ def parallel(
         strategy: see above.
         trace: when gradients are ready.
         cost: what a message takes.
+        wire_tolerance: which part longer than the shortest the step of ``optimal``, or ``auto``, may be, to keep
+            precision.
         **ddp_arguments: as `mgwfbp.DistributedDataParallel` takes them.
 
     Raises:
@@ -77,8 +81,11 @@ def parallel(
     if wire is not None:
         ddp_arguments["wire"] = wire
     if name == "auto" or strategy == "ddp":
+        if ddp_arguments.get("wire") is not None:
+            ddp_arguments["wire_tolerance"] = wire_tolerance
         return DistributedDataParallel(module, tune=name == "auto", **ddp_arguments)
-    plan = plan_for(module, strategy, trace=trace, cost=cost, delayed=_delayed(ddp_arguments))
+    planner = partial(plan_wire, wire=wire, tolerance=wire_tolerance) if wire and name == "optimal" else None
+    plan = plan_for(module, strategy, trace=trace, cost=cost, delayed=_delayed(ddp_arguments), planner=planner)
     if strategy == "naive" and ddp_arguments.get("skip_all_reduce_unused_params"):
         raise StrategyError("strategy 'naive' waits for all gradients; leave out skip_all_reduce_unused_params")
     if strategy == "ps" and (sparse := _sparse_names(module) & set(plan.layer_names)):

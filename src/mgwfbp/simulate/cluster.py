@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import WireCost, full_precision_cost, taking_alike
 from mgwfbp.errors import SimulationError
 from mgwfbp.network import Network
 from mgwfbp.record import check_count, check_text
@@ -149,10 +149,10 @@ class WireCluster:
 
     def cost(self, workers: int) -> Cost:
         """Return the cost of both precisions, or raise unless the low one was measured on so many workers."""
-        full = self.source.cost(workers)
+        full = full_precision_cost(self.source.cost(workers))
         if not isinstance(full, LinearCost | PiecewiseCost):
             raise SimulationError(f"{quote(self.name)} has a cost that is neither linear nor piecewise")
-        return WireCost(full, self.low)
+        return WireCost(full, taking_alike(self.low, full))
 
     def parameter_server_cost(self, workers: int, *, servers: int) -> Cost:
         """Return the cost of a push to, and a pull from, ``servers`` parameter servers."""

@@ -42,6 +42,12 @@ class Finding:
                 return f"bandwidth bounds the step, merged or not: {left}"
             case "bandwidth", matters:
                 return f"bandwidth bounds the best plan's step: {left}" + (unmerged if matters else "")
+            case "messages' own time", matters:
+                above = (
+                    "starting and copying messages takes time from the computation: the best plan is up to "
+                    f"{self.above_bound:.0%} above what bandwidth allows"
+                )
+                return above + (unmerged if matters else "")
             case _, matters:
                 above = (
                     f"start-up times cost: the best plan is up to {self.above_bound:.0%} above what bandwidth allows"

@@ -1,4 +1,4 @@
-"""What a step is made of: computation, bandwidth, start-up times, or bytes that overlap with nothing."""
+"""What a step is made of: computation, bandwidth, start-ups, messages' own time, or bytes that overlap with nothing."""
 
 from itertools import accumulate
 from typing import Literal
@@ -13,7 +13,8 @@ from mgwfbp.simulate.forward import GatheredForward
 
 __all__ = ["NEAR", "Limit", "bandwidth_bound_s", "find_limit"]
 
-Limit = Literal["computation", "bandwidth", "start-up", "not overlapped"]
+# "messages' own time" is what starting and copying messages takes from the computation.
+Limit = Literal["computation", "bandwidth", "start-up", "messages' own time", "not overlapped"]
 
 NEAR = 0.05  # closer than this is "as good as"; real steps differ by as much from one to the next
 
@@ -49,19 +50,33 @@ def bandwidth_bound_s(computation: Computation, cost: Cost, plan: MergePlan | No
     return float((ready_s[1:] + bytes_s[:, np.newaxis]).max(axis=0).mean())
 
 
-def find_limit(iteration_s: float, compute_s: float, bound_s: float, without_startup_s: float) -> Limit:
+def find_limit(
+    iteration_s: float, compute_s: float, bound_s: float, *, without_startup_s: float, taken_s: float = 0.0
+) -> Limit:
     """Say what the step is made of: the first of computation and bandwidth that explains all but 5 % of it.
 
-    Else, of what the step exceeds the bandwidth's bound by, the larger part: start-up times, which are what the same
-    plan would save without them, or bytes that wait for gradients to travel with and then overlap with nothing.
+    Else messages' own time, if it is more than the communication that sticks out. Else, of what the step exceeds the
+    bandwidth's bound by, the larger part: start-up times, which are what the same plan would save without them, or
+    bytes that wait for gradients to travel with and then overlap with nothing.
 
-    >>> find_limit(1.01, 1.0, 1.0, 1.0), find_limit(2.05, 1.0, 2.0, 2.0)
+    Args:
+        iteration_s: the step.
+        compute_s: the computation alone, without what messages take from it.
+        bound_s: the step that bandwidth allows, `bandwidth_bound_s`.
+        without_startup_s: the same plan's step if start-up times were nothing.
+        taken_s: what messages take from the computation.
+
+    >>> find_limit(1.01, 1.0, 1.0, without_startup_s=1.0), find_limit(2.05, 1.0, 2.0, without_startup_s=2.0)
     ('computation', 'bandwidth')
-    >>> find_limit(3.0, 1.0, 2.0, 2.1), find_limit(3.0, 1.0, 2.0, 2.9)
+    >>> find_limit(3.0, 1.0, 2.0, without_startup_s=2.1), find_limit(3.0, 1.0, 2.0, without_startup_s=2.9)
     ('start-up', 'not overlapped')
+    >>> find_limit(3.0, 1.0, 2.0, without_startup_s=2.9, taken_s=1.5)
+    "messages' own time"
     """
     if iteration_s <= compute_s * (1 + NEAR):
         return "computation"
     if iteration_s <= bound_s * (1 + NEAR):
         return "bandwidth"
+    if 2 * taken_s > iteration_s - compute_s:
+        return "messages' own time"
     return "start-up" if iteration_s - without_startup_s >= without_startup_s - bound_s else "not overlapped"

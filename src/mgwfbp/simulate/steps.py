@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgwfbp.cost import Cost
-from mgwfbp.costs import low_precision_cost, sharded_cost
+from mgwfbp.costs import sharded_cost
 from mgwfbp.errors import SimulationError
+from mgwfbp.lags import lags_s, message_costs, sent_with
 from mgwfbp.plan import MergePlan
 from mgwfbp.record import check_real
 from mgwfbp.simulate.compute import Computation, draw_computation
 from mgwfbp.simulate.contention import Times, computed_s, finished_s
 from mgwfbp.simulate.forward import GatheredForward
 from mgwfbp.simulate.scenario import IDEAL, Scenario
-from mgwfbp.timeline import Span, Timeline, gather_waits, lags_s, sent_with
+from mgwfbp.timeline import Span, Timeline, gather_waits
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_seconds, plural, quote
 
@@ -115,16 +116,14 @@ def send_messages(
     gathers, alone_s = _gather(computation, cost, plan, startup=startup)
     lag_s = np.array([0.0, *lags_s(trace, cost, plan)])[:, np.newaxis] * overlap
     ready_s = alone_s + lag_s
-    low, reduce_scatter = low_precision_cost(cost), sharded_cost(cost)[0]
     num_steps = ready_s.shape[1]
     starts_s, ends_s, works_s = (np.empty((plan.num_groups, num_steps)) for _ in range(3))
     # Without overlap the link opens only when the last gradient is there; that is all the difference.
     opens_s = np.zeros(num_steps) if overlap else ready_s[-1]
     link = Link(scenario.in_flight, scenario.contention, opens_s, opens_s, opens_s)
-    messages = zip(_messages(trace, plan), plan.wires, plan.sharded, sent_with(trace, cost, plan), strict=True)
-    for index, ((last, num_bytes), wire, is_sharded, (row, taken_s)) in enumerate(messages):
+    messages = zip(_messages(trace, plan), message_costs(cost, plan), sent_with(trace, cost, plan), strict=True)
+    for index, ((last, num_bytes), kind, (row, taken_s)) in enumerate(messages):
         sent_s = alone_s[row + 1] + taken_s * overlap
-        kind = low if wire else reduce_scatter if is_sharded else cost
         startup_s, message_s = _times_of(kind, num_bytes, startup=startup)
         link.send(np.maximum(ready_s[last], sent_s), startup_s, message_s)
         starts_s[index], ends_s[index], works_s[index] = link.start_s, link.end_s, link.work_s
@@ -224,6 +223,11 @@ class Simulation:
     def mean_compute_s(self) -> float:
         """The mean end of the backward pass on the slowest worker."""
         return float(self.compute_s.mean())
+
+    @property
+    def taken_s(self) -> float:
+        """What messages take from the computation of a step."""
+        return float(self.lag_s[-1, 0])
 
     @property
     def mean_exposed_s(self) -> float:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from mgwfbp.bounds import lower_bound_s
 from mgwfbp.cost import Cost
 from mgwfbp.costs import cheaper_cost
 from mgwfbp.errors import SimulationError
@@ -15,7 +16,6 @@ from mgwfbp.simulate.compute import draw_computation
 from mgwfbp.simulate.limits import Limit, bandwidth_bound_s, find_limit
 from mgwfbp.simulate.scenario import IDEAL, Scenario
 from mgwfbp.simulate.steps import Simulation, send_messages
-from mgwfbp.timeline import lower_bound_s
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["BASELINES", "Grid", "Strategy", "SweepRow", "sweep"]
@@ -97,7 +97,7 @@ class SweepRow:
     iteration_s: float
     iteration_std_s: float
     iteration_p95_s: float
-    compute_s: float  # until the backward pass has ended on the slowest worker, less what it waited for gathers
+    compute_s: float  # of the slowest worker: the end of its backward pass, less waits for gathers and `taken_s`
     exposed_s: float
     speedup: float  # over one undisturbed worker of the same scale
     efficiency: float
@@ -107,13 +107,26 @@ class SweepRow:
     num_gathers: int
     all_reduced_bytes: int  # of gradients; the others are sharded
     lower_bound_s: float | None  # which no plan of the kind can undercut; None: messages in flight overlap start-ups
+    sent_bytes: int = 0  # of a step's gradients, as they travel
+    low_bytes: int = 0  # how many bytes of gradients travel in low precision
+    memory_bytes: int | None = None  # a rank's, of parameters, gradients and the optimizer's state; None: not asked for
+    taken_s: float = 0.0  # what messages take from the computation
 
-    def to_json(self, *, with_gathers: bool = False) -> dict[str, Any]:
-        """Return the row as JSON-ready data, without what is said of gathers and bounds or with it."""
-        return {name: value for name, value in asdict(self).items() if with_gathers or name not in _OF_GATHERS}
+    @property
+    def low_share(self) -> float:
+        """Which part of the gradients' bytes travels in low precision, half of them as many as they are."""
+        all_bytes = self.sent_bytes + self.low_bytes // 2
+        return self.low_bytes / all_bytes if all_bytes else 0.0
+
+    def to_json(self, *, with_gathers: bool = False, with_wire: bool = False) -> dict[str, Any]:
+        """Return the row as JSON-ready data; of gathers and bounds, and of precision, only if that is asked for."""
+        left_out = (() if with_gathers else _OF_GATHERS) + (() if with_wire else _OF_WIRE)
+        left_out += ("memory_bytes",) if self.memory_bytes is None else ()
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
-_OF_GATHERS = ("num_gathers", "all_reduced_bytes", "lower_bound_s")
+_OF_WIRE: tuple[str, ...] = ("sent_bytes", "low_bytes")
+_OF_GATHERS: tuple[str, ...] = ("num_gathers", "all_reduced_bytes", "lower_bound_s")
 
 
 def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator[SweepRow]:
@@ -141,9 +154,10 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
 def _row(network: str, scale: float, strategy: Strategy, result: Simulation, cost: Cost) -> SweepRow:
     plan = result.plan
     bound_s = bandwidth_bound_s(result.computation, cheaper_cost(cost) if plan.wire else cost, plan)
-    compute_s = float((result.compute_s - result.waited_s).mean())
+    compute_s = float((result.compute_s - result.waited_s).mean()) - result.taken_s
     size_of = {layer.name: layer.grad_bytes for layer in result.computation.trace.layers}
     kept = [group for group, is_sharded in zip(plan.groups, plan.sharded, strict=True) if not is_sharded]
+    low_bytes = plan.low_bytes(size_of)
     bytes_alone = send_messages(result.computation, cost, plan, overlap=strategy.overlap, startup=False)
     return SweepRow(
         network=network,
@@ -159,9 +173,18 @@ def _row(network: str, scale: float, strategy: Strategy, result: Simulation, cos
         speedup=result.speedup,
         efficiency=result.efficiency,
         bandwidth_bound_s=bound_s,
-        limit=find_limit(result.mean_iteration_s, compute_s, bound_s, bytes_alone.mean_iteration_s),
+        limit=find_limit(
+            result.mean_iteration_s,
+            compute_s,
+            bound_s,
+            without_startup_s=bytes_alone.mean_iteration_s,
+            taken_s=result.taken_s,
+        ),
         steps=result.computation.scenario.steps,
         num_gathers=len(plan.gathers),
         all_reduced_bytes=sum(size_of[name] for group in kept for name in group),
         lower_bound_s=None,
+        taken_s=result.taken_s,
+        sent_bytes=sum(size_of.values()) - low_bytes // 2,
+        low_bytes=low_bytes,
     )

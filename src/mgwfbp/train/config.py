@@ -19,7 +19,7 @@ OnCorrupt = Literal["refuse", "skip"]
 # A checkpoint fits only a run with the same of these: they say what a position in the data means.
 _FIXED = ("model", "data", "batch_size", "workers", "seed", "image_size", "num_samples", "num_classes")
 # What a plan is made from; with other ones of these a new one is made.
-_PLANNED_WITH = ("strategy", "trace", "cost", "wire")
+_PLANNED_WITH = ("strategy", "trace", "cost", "wire", "wire_tolerance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     autocast: Autocast | None = None
     wire: Wire | None = None  # the precision in which messages may travel
+    wire_tolerance: float | None = None  # which part longer than the shortest a step may be, to keep it
     shard_optimizer: bool = False  # each worker updates its share, and parameters travel behind the forward pass
     clip_norm: float | None = None
     seed: int = 0
@@ -77,6 +78,8 @@ class TrainConfig:
         for name, limit in (("momentum", 1.0), ("label_smoothing", 1.0)):
             if getattr(self, name) >= limit:
                 raise TrainError(f"{name} is {getattr(self, name)}, expected less than {limit:g}")
+        if self.wire_tolerance is not None:
+            check_real(self.wire_tolerance, "wire_tolerance", TrainError)
         if self.timeout_s < 1:
             raise TrainError(f"timeout_s is {self.timeout_s:g}, expected 1 second or more")
         if self.clip_norm is not None and not check_real(self.clip_norm, "clip_norm", TrainError):

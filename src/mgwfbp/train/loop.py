@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from mgwfbp.errors import FileError, TrainError
 from mgwfbp.measure.agreement import together
 from mgwfbp.run import LoggedEpoch, LoggedStep
-from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.sharded import ShardedOptimizer
+from mgwfbp.runtime.sharded.optimizer import ShardedOptimizer
 from mgwfbp.train.checkpoints import Checkpoint, CheckpointFolder
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.evaluate import evaluate
@@ -24,6 +23,7 @@ from mgwfbp.train.models import classification_loss
 from mgwfbp.train.rng import capture_rng
 from mgwfbp.train.sampler import TrainBatches
 from mgwfbp.train.schedule import learning_rate
+from mgwfbp.train.strategy import Wrapped
 from mgwfbp.train.votes import StopVote
 from mgwfbp.train.watching import CommunicationWatch
 from mgwfbp.train.writer import SilentWriter
@@ -77,7 +77,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        ddp: DistributedDataParallel,
+        wrapped: Wrapped,
         feed: Feed,
         outlet: Outlet,
         *,
@@ -86,7 +86,7 @@ class Trainer:
         group: dist.ProcessGroup,
     ) -> None:
         self._config = config
-        self._ddp = ddp
+        ddp = self._ddp = wrapped.ddp
         self._feed = feed
         self._outlet = outlet
         self._vote = vote
@@ -96,7 +96,7 @@ class Trainer:
         self._dtype = autocast_dtype(config)
         options: dict[str, Any] = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
         self._optimizer: torch.optim.Optimizer = (
-            ShardedOptimizer(ddp, torch.optim.SGD, **options)
+            ShardedOptimizer(ddp, torch.optim.SGD, plan=wrapped.sharded_plan, **options)
             if config.shard_optimizer
             else torch.optim.SGD(ddp.module.parameters(), **options)
         )

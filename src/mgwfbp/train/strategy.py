@@ -4,23 +4,27 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mgwfbp.cost import Cost, load_cost
+from mgwfbp.cost import Cost
+from mgwfbp.costs import cost_with_low
 from mgwfbp.errors import TrainError
+from mgwfbp.files import naming, read_json
 from mgwfbp.measure.agreement import agree_on_trace, together
-from mgwfbp.measure.allreduce import measure_allreduce
+from mgwfbp.measure.allreduce import measure_allreduce, measure_halves, measure_wire
 from mgwfbp.measure.backward import measure_backward
 from mgwfbp.measure.factory import model_name
 from mgwfbp.measure.meta import built_on
 from mgwfbp.plan import SHORT_WIRES, MergePlan
+from mgwfbp.planners.sharded import SHARDED, plan_sharded
 from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.messages.wire import check_wire
 from mgwfbp.runtime.strategies import STRATEGIES, parallel, plan_for, split_wire
-from mgwfbp.runtime.wire import check_wire
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.models import build_model, classification_loss
@@ -29,9 +33,9 @@ from mgwfbp.units import quote
 __all__ = ["Wrapped", "check_strategy", "needs_measuring", "wrap"]
 
 # Strategies whose planners need a trace and a cost.
-_PLANNED = ("mgwfbp", "optimal")
+_PLANNED = ("mgwfbp", "optimal", "cautious")
 # Plans are compared in so many steps at most, or in one of so many of the run.
-_TUNE_STEPS, _TUNE_SHARE = 800, 4
+_TUNE_STEPS, _TUNE_SHARE = 1200, 4
 # How long the network may be measured when a run begins.
 _SWEEP_BUDGET_S = 3.0
 _SWEEP_ROUNDS = 10
@@ -44,7 +48,7 @@ class Wrapped:
     ddp: DistributedDataParallel
     trace: ModelTrace | None
     cost: Cost | None
-    plan_before: MergePlan | None = None  # of a run that goes on, with the gathers of its sharded optimizer
+    sharded_plan: MergePlan | None = None  # for the sharded optimizer, which knows what to do without
 
 
 def is_plan(strategy: str) -> bool:
@@ -57,6 +61,20 @@ def _name(config: TrainConfig) -> str:
     if config.wire is None or is_plan(config.strategy):
         return config.strategy
     return f"{config.strategy}+{SHORT_WIRES[config.wire]}"
+
+
+def _wire_of(config: TrainConfig) -> str | None:
+    """Return the precision in which messages may travel, however it was said."""
+    return config.wire or split_wire(config.strategy)[1]
+
+
+def _load_cost(config: TrainConfig) -> Cost | None:
+    """Return the cost that was given, if one was, with that of low precision where it has it."""
+    if config.cost is None:
+        return None
+    data = read_json(config.cost)
+    with naming(config.cost):
+        return cost_with_low(data, _wire_of(config))
 
 
 def _is_planned(config: TrainConfig) -> bool:
@@ -84,6 +102,11 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
         )
     if config.wire is not None and suffix is not None:
         raise TrainError(f"wire {quote(config.wire)} and strategy {quote(config.strategy)} both name a precision")
+    if config.wire_tolerance is not None and (base not in ("optimal", "auto") or _wire_of(config) is None):
+        raise TrainError(
+            "wire_tolerance is for strategies 'optimal' and 'auto' with a wire; all others choose no precision: leave "
+            "it out"
+        )
     if config.shard_optimizer and (config.wire or suffix or base in ("naive", "ps")):
         raise TrainError(
             f"--shard-optimizer sends gradients itself, and so does "
@@ -91,7 +114,8 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
         )
     if is_plan(config.strategy):
         plan = MergePlan.load(config.strategy)
-        plan.check_all_reduced("`mgwfbp train`")
+        if not config.shard_optimizer:
+            plan.check_all_reduced("`mgwfbp train` without --shard-optimizer")
         plan.check_covers(names, what="the model")
         check_wire(plan.wire, config.wire)
     elif base not in STRATEGIES or (suffix is not None and base in ("naive", "ps")):
@@ -103,8 +127,7 @@ def check_strategy(config: TrainConfig, *, num_classes: int, channels: int) -> N
             raise TrainError(
                 f"the trace {quote(config.trace)} is of another model: {quote(odd)} is in one of them only"
             )
-    if config.cost is not None:
-        load_cost(config.cost)
+    _load_cost(config)
     if _is_planned(config) and config.cost is None and config.workers == 1:
         raise TrainError(
             f"strategy {quote(config.strategy)} plans for the network between workers, and there is 1; "
@@ -134,30 +157,45 @@ def wrap(
         arguments["device_ids"] = [torch.cuda.current_device()]
     if plan_before is not None and (_is_planned(config) or is_tuned):
         plan = MergePlan.from_json(json.loads(plan_before))
-        wire = next(filter(None, plan.wire), None)
-        ddp = parallel(module, replace(plan, gathers=()), wire=wire, **arguments)
-        return Wrapped(ddp, None, None, plan)
+        arguments["wire"] = next(filter(None, plan.wire), None)
+        return _planned(module, config, plan, arguments)
     if is_tuned:  # and torch's own buckets were the fastest
         return Wrapped(parallel(module, "ddp", **arguments), None, None)
     if is_plan(config.strategy):
-        arguments["wire"] = config.wire
+        return _planned(module, config, MergePlan.load(config.strategy), {**arguments, "wire": config.wire})
     if split_wire(config.strategy)[0] == "auto":
         arguments["tune_steps"] = min(_TUNE_STEPS, num_steps // _TUNE_SHARE)
     trace = load_trace(config.trace) if config.trace is not None else None
-    cost = load_cost(config.cost) if config.cost is not None else None
+    cost = _load_cost(config)
     if _is_planned(config):
         if trace is None:
             trace = _measure_trace(module, config, first_batch, group)
         if cost is None:
-            device = next(module.parameters()).device
-            cost = measure_allreduce(
+            wire = _wire_of(config)
+            measured = measure_halves if config.shard_optimizer else measure_allreduce
+            cost = (measured if wire is None else partial(measure_wire, wire))(
                 group,
-                device=device,
+                device=next(module.parameters()).device,
                 max_bytes=max(8, trace.grad_bytes),
                 budget_s=_SWEEP_BUDGET_S,
                 max_rounds=_SWEEP_ROUNDS,
             )
+    if config.wire_tolerance is not None:
+        arguments["wire_tolerance"] = config.wire_tolerance
+    if config.shard_optimizer and config.strategy == "optimal":
+        plan = replace(plan_for(module, "optimal", trace=trace, cost=cost, planner=plan_sharded), planner=SHARDED)
+        return replace(_planned(module, config, plan, arguments), trace=trace, cost=cost)
     return Wrapped(parallel(module, _name(config), trace=trace, cost=cost, **arguments), trace, cost)
+
+
+def _planned(module: nn.Module, config: TrainConfig, plan: MergePlan, arguments: dict[str, Any]) -> Wrapped:
+    """Wrap a model by a plan, whose gathers are the sharded optimizer's, if there is one.
+
+    A plan of another planner, without gathers, says nothing of them; one for a sharded optimizer all-reduces all then.
+    """
+    is_sharded = config.shard_optimizer and bool(plan.gathers or plan.planner == SHARDED)
+    ddp = parallel(module, replace(plan, gathers=(), predicted={}) if plan.gathers else plan, **arguments)
+    return Wrapped(ddp, None, None, plan if is_sharded else None)
 
 
 def _measure_trace(

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.observation import Observation
+from mgwfbp.runtime.observe.observation import Observation
 from mgwfbp.trace import ModelTrace
 from mgwfbp.train.writer import SilentWriter
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import FileError, MgwfbpError, TrainError
+from mgwfbp.fitting import padding_words
 from mgwfbp.measure.agreement import backend_name, first_line, gather, together
 from mgwfbp.run import RunResults, TrainingRun
 from mgwfbp.train.batches import Batches
@@ -117,6 +118,8 @@ def run_worker(
         plan_before=checkpoint.plan if checkpoint and keeps_plan else None,
         is_tuned=is_tuned,
     )
+    if words := padding_words(wrapped.cost):
+        listener.say(words)
     hosts = gather(platform.node(), group)
     outlet = Outlet(SilentWriter(), Listener(), None)
     if rank == 0:
@@ -137,9 +140,7 @@ def run_worker(
         predict_with=(wrapped.trace, wrapped.cost) if wrapped.cost is not None else None,
         was_tuned=is_tuned,
     )
-    trainer = Trainer(config, wrapped.ddp, feed, outlet, vote=StopVote(why_stop, group), watch=watch, group=group)
-    if config.shard_optimizer and wrapped.plan_before is not None:
-        wrapped.ddp.replan(wrapped.plan_before)
+    trainer = Trainer(config, wrapped, feed, outlet, vote=StopVote(why_stop, group), watch=watch, group=group)
     if checkpoint is not None:
         trainer.restore(checkpoint)
         restore_rng(dict(checkpoint.rng[rank]), device)

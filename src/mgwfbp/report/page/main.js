@@ -10,7 +10,13 @@ function namesOf(ranges) {
   return found;
 }
 
+const withLayers = (spans) => ({ ...spans, layers: (place) => namesOf(spans.ranges[place]) });
+
 function decodeStep(data) {
+  if (data.idle) {
+    const columns = ["forwards", "backward", "messages", "gathers"].map((name) => [name, withLayers(data[name])]);
+    return { ...data, ...Object.fromEntries(columns) };
+  }
   const backward = page.backwards[data.backward];
   return {
     ...data,
@@ -21,6 +27,7 @@ function decodeStep(data) {
 }
 
 function stepTitle(step) {
+  if (step.words) return step.words;
   const exposed = step.iteration_s - step.compute_s + (step.waited_s ?? 0);
   const share = step.iteration_s ? exposed / step.iteration_s : 0;
   return (
@@ -96,6 +103,14 @@ function addSteps(section, steps) {
   }
 }
 
+// A step of FSDP2: the rest of the model is called so.
+function makeFsdp(entry) {
+  const section = make("section", { class: "fsdp" }, make("h2", {}, entry.title));
+  if (entry.summary.length) section.append(makeWords("more", entry.summary));
+  addSteps(section, entry.steps);
+  return section;
+}
+
 function makeMeasured(entry) {
   const section = make("section", { class: "measured" }, make("h2", {}, entry.title));
   addSteps(section, entry.steps);
@@ -127,6 +142,7 @@ function build() {
   if (page.lead.length) main.append(makeWords("lead", page.lead));
   for (const entry of page.measured) main.append(makeMeasured(entry));
   for (const entry of page.cases) main.append(makeCase(entry));
+  for (const entry of page.fsdp) main.append(makeFsdp(entry));
   if (page.what_if.length) main.append(makeWhatIf(page.what_if, page.names));
   for (const group of page.groups) main.append(makeGroup(group));
   main.append(make("section", { id: "inputs" }, make("h2", {}, "What this was made from"), makeTable(page.inputs)));

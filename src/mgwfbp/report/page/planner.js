@@ -473,9 +473,10 @@ function predictStep(model, cost, sizes) {
   return { begin, ready, messages, ...judgeStep(cost, compute_s, Math.max(compute_s, linkFree), taken) };
 }
 
-// The same of a plan with gathers, {groups, gathers, sharded}, whose groups are places of gradients; it is not planned
-// here. A half of an all-reduce costs half of it, and takes all of a message's launch: mgwfbp.costs.sharded_cost.
-function predictSharded(model, cost, plan) {
+// The same of a plan with gathers or with messages in low precision, {groups, gathers, sharded, wire}, whose groups are
+// places of gradients; it is not planned here. A half of an all-reduce costs half of it, and takes all of a message's
+// launch: mgwfbp.costs.sharded_cost.
+function predictGiven(model, cost, low, plan) {
   const bytesOf = (group) => group.reduce((sum, layer) => sum + model.grad_bytes[layer], 0);
   const half = (bytes) => 0.5 * messageTime(cost, bytes);
   const halfTaken = (bytes) => takenBy({ taken_s: cost.taken_s, taken_per_byte_s: 0.5 * (cost.taken_per_byte_s || 0) }, bytes);
@@ -489,8 +490,8 @@ function predictSharded(model, cost, plan) {
     for (const layer of group) placeOf.set(layer, place);
   });
   if (placeOf.has(last)) takes.delete(0); // nothing is computed while the first gather is under way
-  let now = 0;
-  for (let layer = last; layer >= 0; layer--) {
+  let now = plan.gathers.length ? 0 : model.forward_s;
+  for (let layer = plan.gathers.length ? last : -1; layer >= 0; layer--) {
     const place = placeOf.get(layer) ?? -1;
     now = Math.max(now, place < 0 ? 0 : arrived[place]) + (takes.get(place + 1) ?? 0) + model.layer_forward_s[layer];
     takes.delete(place + 1);
@@ -502,7 +503,7 @@ function predictSharded(model, cost, plan) {
   plan.groups.forEach((group, place) => {
     row = Math.max(row, ...group);
     sent.push([row, taken]);
-    taken += plan.sharded[place] ? halfTaken(bytesOf(group)) : takenBy(cost, bytesOf(group));
+    taken += plan.sharded[place] ? halfTaken(bytesOf(group)) : takenBy(plan.wire[place] ? low : cost, bytesOf(group));
   });
   const after = new Map(sent.slice(1).map(([, before], place) => [sent[place][0], before]));
   const lags = [0];
@@ -513,13 +514,14 @@ function predictSharded(model, cost, plan) {
   plan.groups.forEach((group, place) => {
     const [sentRow, before] = sent[place];
     const start = Math.max(linkFree, alone[sentRow] + before, ...group.map((layer) => ready[layer]));
-    linkFree = start + (plan.sharded[place] ? half(bytesOf(group)) : messageTime(cost, bytesOf(group)));
+    linkFree = start + (plan.sharded[place] ? half(bytesOf(group)) : messageTime(plan.wire[place] ? low : cost, bytesOf(group)));
     end = Math.max(end, linkFree);
   });
   const gaps = lags.map((lag, layer) => (layer ? alone[layer - 1] + lag - ready[layer - 1] : now + lag - now));
   const lost = gaps.reduce((sum, gap) => sum + gap, 0);
   const step = judgeStep(cost, ready[last], Math.max(ready[last], end), lost, Math.max(0, now - model.forward_s));
-  return { messages: { start: plan.groups }, ...step };
+  const low_bytes = plan.groups.reduce((sum, group, place) => sum + (plan.wire[place] ? bytesOf(group) : 0), 0);
+  return { messages: { start: plan.groups }, low_bytes, ...step };
 }
 
 function judgeStep(cost, compute_s, iteration_s, taken_s, waited_s = 0) {

@@ -3,7 +3,8 @@
 // A step is {forward: [start, end], backward, messages, compute_s, iteration_s}, and where parameters are gathered in the
 // forward pass {gathers, waited_s}; backward, messages and gathers are columns
 // {start, end, bytes, ready?} and `layers(place)` gives the names of one entry. Messages may have a column `wire`: the low
-// precision that each travels in, "" for that of its gradients.
+// precision that each travels in, "" for that of its gradients. A step of FSDP2 has its forward pass in pieces (`forwards`),
+// gathers in both passes, and says itself when nothing is computed: `idle`, pairs of moments.
 
 const GUTTER = 72;
 const LANE = 22;
@@ -71,7 +72,7 @@ function drawStep(host, step, view, width, onZoom) {
   for (const [lane, y] of Object.entries(laneY)) {
     add("text", { class: "lane", x: 0, y: y + LANE / 2 + 4 }, lane === "compute" ? "compute" : "messages");
   }
-  const forward = { start: [step.forward[0]], end: [step.forward[1]] };
+  const forward = forwardSpans(step);
   const even = (place) => place % 2 === 0;
   const odd = (place) => place % 2 === 1;
   const lanes = [
@@ -116,9 +117,15 @@ function drawStep(host, step, view, width, onZoom) {
   listen(svg, step, view, x, laneY, frame, onZoom);
 }
 
+const forwardSpans = (step) => step.forwards ?? { start: [step.forward[0]], end: [step.forward[1]] };
+
 // What nothing hides: messages after the backward pass, and gathers that the forward pass waits for.
 function exposedParts(step) {
   const parts = [];
+  if (step.idle) {
+    const sent = { start: [...step.gathers.start, ...step.messages.start], end: [...step.gathers.end, ...step.messages.end] };
+    return step.idle.map(([from, to]) => [from, to, sent]);
+  }
   if (step.waited_s > 0) parts.push([0, step.waited_s, step.gathers]);
   if (step.iteration_s > step.compute_s) parts.push([step.compute_s, step.iteration_s, step.messages]);
   return parts;
@@ -147,7 +154,7 @@ function listen(svg, step, view, x, laneY, frame, onZoom) {
   };
   const timeAt = (pixel) => view.start + ((pixel - GUTTER) / (x(view.end) - GUTTER)) * (view.end - view.start);
   const show = (lane, place, clientX, clientY) => {
-    const spans = lane === "forward" ? { start: [step.forward[0]], end: [step.forward[1]] } : step[lane];
+    const spans = lane === "forward" ? forwardSpans(step) : step[lane];
     const left = x(Math.max(spans.start[place], view.start));
     const right = Math.max(left + 1, x(Math.min(spans.end[place], view.end)));
     frame.setAttribute("x", left);
@@ -166,8 +173,9 @@ function listen(svg, step, view, x, laneY, frame, onZoom) {
     const near = (3 * (view.end - view.start)) / width;
     const time = timeAt(at.x);
     const early = time < step.forward[1];
-    const lane = inMessages ? (early && step.gathers ? "gathers" : "messages") : early ? "forward" : "backward";
-    const place = lane === "forward" ? 0 : findSpan(step[lane], time, near);
+    const gathering = step.idle ? findSpan(step.gathers, time, near) >= 0 : early && step.gathers;
+    const lane = inMessages ? (gathering ? "gathers" : "messages") : early ? "forward" : "backward";
+    const place = lane === "forward" && !step.forwards ? 0 : findSpan(lane === "forward" ? forwardSpans(step) : step[lane], time, near);
     if (at.x < GUTTER - 4 || place < 0) return hide();
     if (inMessages) chosen = lane === "gathers" ? place : numGathers + place;
     show(lane, place, event.clientX, event.clientY);
@@ -217,7 +225,21 @@ function findSpan(spans, time, near) {
   return best;
 }
 
+// What a part of FSDP2's step is: its kind, when, and of which modules.
+function describePart(spans, place, title) {
+  const names = spans.layers(place);
+  const more = names.length > MOST_NAMES ? [`… and ${names.length - MOST_NAMES} more`] : [];
+  const times = `${formatSeconds(spans.start[place])} to ${formatSeconds(spans.end[place])}, takes ${formatSeconds(spans.end[place] - spans.start[place])}`;
+  return [`${title}: ${plural(names.length, "module")}, ${formatBytes(spans.bytes[place])}`, times, ...names.slice(0, MOST_NAMES), ...more];
+}
+
+const PARTS = { forward: "forward pass", backward: "backward pass", messages: "reduce-scatter" };
+
 function describe(step, lane, place) {
+  if (step.idle) {
+    const spans = lane === "forward" ? step.forwards : step[lane];
+    return describePart(spans, place, lane === "gathers" ? spans.kind[place] : PARTS[lane]);
+  }
   if (lane === "forward") {
     const waited = step.waited_s > 0 ? [`waited ${formatSeconds(step.waited_s)} for gathers, drawn in front of it`] : [];
     return ["forward pass", `${formatSeconds(step.forward[0])} to ${formatSeconds(step.forward[1])}`, ...waited];
@@ -257,7 +279,7 @@ function messageTable(step) {
   const { ready, start, end, bytes, wire } = step.messages;
   const low = hasLow(step);
   return {
-    titles: ["message", "gradients", "bytes", ...(low ? ["travels in", "sent"] : []), "ready", "start", "end", "takes", "from", "to"],
+    titles: ["message", step.idle ? "modules" : "gradients", "bytes", ...(low ? ["travels in", "sent"] : []), "ready", "start", "end", "takes", "from", "to"],
     rows: [...gatherRows(step, low), ...start.map((_, place) => {
       const names = step.messages.layers(place);
       return [

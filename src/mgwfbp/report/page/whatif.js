@@ -58,15 +58,16 @@ function makeWhatIf(cases, names) {
       chosen[key] = value;
     }
     const cost = costOf(entry, chosen, chosen.workers);
+    const low = costOf(entry, { ...chosen, wire: LOW }, chosen.workers);
     const found = planAll(entry, cost, chosen.wire);
     reading.textContent = readCost(entry, cost, chosen.wire);
     verdict.textContent = judge(found, chosen.workers);
     const { bucket, optimal } = found;
     const view = { start: 0, end: Math.max(bucket.iteration_s, optimal.iteration_s) };
     drawWhatIfSteps(steps, entry, names, { bucket, optimal }, view);
-    // A plan for a sharded optimizer sends messages as they are.
-    const given = chosen.wire ? [] : entry.sharded.map((plan) => [plan.name, predictSharded(entry.model, cost, plan)]);
-    table.replaceChildren(makePlannersTable({ ...found, ...Object.fromEntries(given) }));
+    // A plan that is given says itself how its messages travel.
+    const given = chosen.wire ? [] : entry.given.map((plan) => [plan.name, predictGiven(entry.model, cost, low, plan)]);
+    table.replaceChildren(makePlannersTable({ ...found, ...Object.fromEntries(given) }, entry));
     speedups.replaceChildren(makeChart(speedupChart(entry, chosen)));
     drawPictures(false);
   }
@@ -85,7 +86,13 @@ function costOf(entry, { bandwidth, startup, wire }, workers) {
   const cost = entry.network
     ? networkCost({ ...entry.network, per_byte_s: bandwidth, latency_s: startup }, workers)
     : scaledCost(entry.cost, workers, startup, bandwidth);
-  return wire ? halvedCost(cost) : cost;
+  if (!wire) return cost;
+  if (!entry.low_cost) return halvedCost(cost);
+  // What was measured goes with the sliders as the cost of other messages does.
+  const times = (value, before) => (before ? value / before : 1);
+  const longer = entry.network ? times(startup, entry.network.latency_s) : startup;
+  const slower = entry.network ? times(bandwidth, entry.network.per_byte_s) : bandwidth;
+  return scaledCost(entry.low_cost, workers, longer, slower);
 }
 
 function readCost(entry, cost, wire) {
@@ -96,7 +103,8 @@ function readCost(entry, cost, wire) {
     (takenBy(cost, bytes) > 0
       ? ` Each takes ${formatSeconds(takenBy(cost, 0))} from the computation, and all bytes together ${formatSeconds(takenBy(cost, bytes) - takenBy(cost, 0))}.`
       : "") +
-    (wire ? ` Messages in ${wire} are taken to cost what half the bytes cost, and converting nothing.` : "")
+    (wire && !entry.low_cost ? ` Messages in ${wire} are taken to cost what half the bytes cost, and converting nothing.` : "") +
+    (wire && entry.low_cost ? ` So messages in ${wire} were measured, conversions included.` : "")
   );
 }
 
@@ -114,7 +122,9 @@ function planAll(entry, cost, wire) {
   const found = {};
   for (const [name, planner] of Object.entries(PLANNERS)) {
     found[name] = predictStep(entry.model, cost, planner(entry.model, cost, entry.bucket));
-    if (wire) found[name].messages.wire = found[name].messages.start.map(() => wire);
+    if (!wire) continue;
+    found[name].messages.wire = found[name].messages.start.map(() => wire);
+    found[name].low_bytes = entry.model.grad_bytes.reduce((sum, size) => sum + size, 0);
   }
   return found;
 }
@@ -148,8 +158,9 @@ function whatIfStep(entry, names, name, result) {
   };
 }
 
-function makePlannersTable(found) {
-  const low = hasLow(found.optimal);
+function makePlannersTable(found, entry) {
+  const low = Object.values(found).some((result) => result.low_bytes);
+  const bytes = entry.model.grad_bytes.reduce((sum, size) => sum + size, 0);
   const titles = ["planner", "messages", "step", "exposed", "speedup", "efficiency", ...(low ? ["sent", "low precision"] : [])];
   const rows = Object.entries(found).map(([name, result]) => [
     name,
@@ -158,7 +169,7 @@ function makePlannersTable(found) {
     formatSeconds(result.exposed_s),
     formatDigits(result.speedup, 4),
     `${(result.efficiency * 100).toFixed(1)}%`,
-    ...(low ? [formatBytes(sentBytes(result.messages.bytes.reduce((sum, size) => sum + size, 0), true)), "100%"] : []),
+    ...(low ? [formatBytes(bytes - (result.low_bytes || 0) / 2), `${((100 * (result.low_bytes || 0)) / (bytes || 1)).toFixed(0)}%`] : []),
   ]);
   const table = makeTable({ titles, rows });
   Object.entries(found).forEach(([name, result], place) => {

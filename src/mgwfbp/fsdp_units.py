@@ -1,0 +1,199 @@
+"""Modules whose parameters travel together under FSDP2: `Unit`, `units_of`; found by the names of parameters."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mgwfbp.errors import TraceError
+from mgwfbp.trace import ModelTrace
+from mgwfbp.units import quote
+
+__all__ = ["ROOT", "Unit", "blocks_of", "idle_of", "root_of", "units_of", "units_of_names", "whole_units"]
+
+# What the rest of the model is called: parameters of no module that is a unit.
+ROOT = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose parameters always travel together; the first one of a model may be the root's rest, `ROOT`."""
+
+    name: str
+    num_bytes: int = 0  # of its parameters
+    trained_bytes: int = 0  # of those that get gradients
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    goes_back: bool = False  # whether the backward pass reaches it
+
+    def plus(self, other: "Unit") -> "Unit":
+        """Return it with the parameters of another, and what these compute."""
+        return replace(
+            self,
+            num_bytes=self.num_bytes + other.num_bytes,
+            trained_bytes=self.trained_bytes + other.trained_bytes,
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            goes_back=self.goes_back or other.goes_back,
+        )
+
+
+def units_of_names(names: Sequence[str]) -> dict[str, str]:
+    """Return for every parameter the module that is its unit, or `ROOT`; from the names of parameters alone.
+
+    Units are blocks: modules that are numbered, like others beside them, and hold several modules with parameters; a
+    block that consists of blocks is taken apart. Elsewhere a module with parameters is a unit, with all that is in it:
+    `torch.nn.MultiheadAttention` uses the weights of a module in it whose forward pass never runs. Parameters of a
+    module that blocks are in are the root's.
+
+    >>> names = ["cls", "conv.weight", "enc.pos", "enc.h.0.a.w", "enc.h.0.b.w", "enc.h.1.a.w", "enc.h.1.b.w", "head.w"]
+    >>> units_of_names(names)["enc.pos"], sorted(set(units_of_names(names).values()))
+    ('', ['', 'conv', 'enc.h.0', 'enc.h.1', 'head'])
+    """
+    inside: dict[str, set[str]] = {}  # by module: the modules in it, itself too, that have parameters
+    children: dict[str, dict[str, None]] = {}
+    for name in names:
+        path = name.split(".")[:-1]
+        for depth in range(len(path) + 1):
+            module = ".".join(path[:depth])
+            inside.setdefault(module, set()).add(".".join(path))
+            if depth:
+                children.setdefault(".".join(path[: depth - 1]), {})[module] = None
+    stems = {module: _stem(module) for module in inside}
+
+    def is_block(module: str) -> bool:
+        parent = module.rpartition(".")[0]
+        alike = [one for one in children.get(parent, ()) if stems[one] == stems[module]]
+        return stems[module] is not None and len(alike) > 1 and len(inside[module]) > 1
+
+    blocks = {module for module in inside if is_block(module)}
+
+    def blocks_in(module: str) -> set[str]:
+        return {one for one in blocks if one != module and (not module or one.startswith(f"{module}."))}
+
+    unit_of: dict[str, str] = {}
+
+    def visit(module: str) -> None:
+        within = blocks_in(module)
+        covered = set().union(*(inside[one] for one in within)) if within else set[str]()
+        is_whole = module in blocks and covered != inside[module]
+        if is_whole or (module != ROOT and module in inside[module] and not within):
+            unit_of.update(dict.fromkeys(inside[module], module))
+            return
+        unit_of[module] = ROOT  # its own parameters, if it has any
+        for child in children.get(module, ()):
+            visit(child)
+
+    visit(ROOT)
+    return {name: unit_of[name.rpartition(".")[0]] for name in names}
+
+
+def _stem(module: str) -> str | None:
+    """Return what comes before the number that a module's name ends with; None where it has none."""
+    found = re.fullmatch(r"(.*?)[0-9]+", module.rpartition(".")[2])
+    return None if found is None else found[1]
+
+
+def blocks_of(units: Iterable[str]) -> list[str]:
+    """Return those that people wrap by hand: numbered ones.
+
+    >>> blocks_of(["embed", "h.0", "h.1", "head"])
+    ['h.0', 'h.1']
+    """
+    return [name for name in units if _stem(name) is not None]
+
+
+def units_of(trace: ModelTrace, root: Iterable[str] = (), idle: Collection[str] = ()) -> tuple[Unit, ...]:
+    """Return the units of a model in forward order, which is the opposite of the ready order; the root's rest first.
+
+    Parameters of units that stay with the root travel with its rest. What they compute needs no gather of its own: it
+    counts as that of the unit before them. Idle ones are left out.
+
+    >>> from mgwfbp.trace import LayerTrace
+    >>> trace = ModelTrace("toy", 3.0, tuple(LayerTrace(f"{name}.w", 2.0, 10) for name in "cba"))
+    >>> [(unit.name, unit.num_bytes, unit.forward_s) for unit in units_of(trace, ["c"])]
+    [('', 10, 0.0), ('a', 10, 1.0), ('b', 10, 2.0)]
+    """
+    whole = {name: unit for name, unit in whole_units(trace).items() if name not in idle}
+    at_root = {ROOT, *root}.intersection(whole)
+    found = {ROOT: Unit(ROOT)} if at_root else {}
+    before = ROOT
+    for name, one in whole.items():
+        if name in at_root:
+            found[ROOT] = found[ROOT].plus(replace(one, forward_s=0.0, backward_s=0.0))
+            computes = ROOT if name == ROOT else before
+            work = Unit(name, forward_s=one.forward_s, backward_s=one.backward_s, goes_back=one.goes_back)
+            found[computes] = found[computes].plus(work)
+        else:
+            found[name], before = one, name
+    return tuple(found.values())
+
+
+def whole_units(trace: ModelTrace) -> dict[str, Unit]:
+    """Return the units by name, in forward order, and what is in none as `ROOT`."""
+    parts = _parts(trace)
+    unit_of = units_of_names([part.name for part in parts])
+    whole: dict[str, Unit] = {}
+    for part in parts:
+        name = unit_of[part.name]
+        whole[name] = whole.get(name, Unit(name)).plus(part)
+    return whole
+
+
+def idle_of(trace: ModelTrace) -> list[str]:
+    """Return the units that a step has no use for: all of their parameters are trained, and none gets a gradient."""
+    unused = set(trace.source.get("unused", ()))
+    parts = _parts(trace)
+    unit_of = units_of_names([part.name for part in parts])
+    used = {unit_of[part.name] for part in parts if part.name not in unused}
+    return [name for name in dict.fromkeys(unit_of.values()) if name != ROOT and name not in used]
+
+
+def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
+    """Return the units that stay with the root, in forward order: those given, and those that are read but not called.
+
+    FSDP2 gathers a module's parameters when the module is called: those of a head whose weight another function reads
+    it does not gather by themselves. Where nothing was seen to be called (a compiled model) this says nothing.
+    """
+    units, idle = [name for name in whole_units(trace) if name != ROOT], set(idle_of(trace))
+    silent = set(trace.source.get("not_called", ()))
+    if silent.issuperset(units):
+        silent = set()
+    return [name for name in units if name in root or (name in silent and name not in idle)]
+
+
+def _parts(trace: ModelTrace) -> list[Unit]:
+    """Return parameters in forward order, trained ones and frozen ones; the former take what the latter do not."""
+    shares: dict[str, float] = {}
+    following: dict[str | None, list[Mapping[str, Any]]] = {}  # by the layer that is used next
+    for one in _frozen(trace):
+        shares[one["within"]] = shares.get(one["within"], 0.0) + one["share"]
+        following.setdefault(one["next"], []).append(one)
+    layers = list(zip(reversed(trace.layers), reversed(trace.layer_forward_s), strict=True))
+    forward_s = {layer.name: layer_s for layer, layer_s in layers}
+
+    def add_before(name: str | None) -> None:
+        for one in following.get(name, ()):
+            own_s = one["share"] / max(1.0, shares[one["within"]]) * forward_s[one["within"]]
+            # The backward pass ends where what is trained begins.
+            found.append(Unit(one["name"], one["bytes"], 0, own_s, goes_back=name != trace.layers[-1].name))
+
+    found: list[Unit] = []
+    for layer, layer_s in layers:
+        add_before(layer.name)
+        own_s = layer_s * max(0.0, 1.0 - shares.get(layer.name, 0.0))
+        found.append(Unit(layer.name, layer.grad_bytes, layer.grad_bytes, own_s, layer.backward_s, goes_back=True))
+    add_before(None)
+    return found
+
+
+def _frozen(trace: ModelTrace) -> Sequence[Mapping[str, Any]]:
+    """Return the frozen parameters that a measured trace names; see `mgwfbp.measure.backward`."""
+    found = trace.source.get("frozen", ())
+    known = {layer.name for layer in trace.layers}
+    for one in found:
+        if not isinstance(one, Mapping) or not {"name", "bytes", "within", "share", "next"} <= set(one):
+            raise TraceError(f"source: frozen holds {quote(one)}, expected name, bytes, within, share and next")
+        if one["within"] not in known or one["next"] not in {*known, None}:
+            raise TraceError(f"source: frozen parameter {quote(one['name'])} stands at a layer that the trace has not")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+"""What a rank holds of parameters, gradients and the optimizer's state, by who trains; activations come on top."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+__all__ = [
+    "AS_STORED",
+    "STATES",
+    "GroupBytes",
+    "Precision",
+    "Schedule",
+    "Shares",
+    "ddp_memory_bytes",
+    "fsdp_memory_bytes",
+    "sharded_memory_bytes",
+]
+
+# Copies of a parameter's bytes that an optimizer keeps besides: Adam has two averages.
+STATES = 2
+
+
+def ddp_memory_bytes(num_bytes: int, states: float = STATES) -> int:
+    """Return what a rank of torch's DDP holds: parameters, gradients, their buckets, and the optimizer's state.
+
+    >>> ddp_memory_bytes(100)
+    500
+    """
+    return ceil((3 + states) * num_bytes)
+
+
+def sharded_memory_bytes(num_bytes: int, all_reduced_bytes: int, workers: int, states: float = STATES) -> int:
+    """Return what a rank holds at most with a sharded optimizer: as DDP, but a share of the state of what is sharded.
+
+    Gathered parameters land in memory of their own, which is as large as all that is sharded where no gather was asked
+    for yet.
+
+    >>> sharded_memory_bytes(100, 0, workers=4), sharded_memory_bytes(100, 100, workers=4)
+    (450, 500)
+    """
+    sharded = num_bytes - all_reduced_bytes
+    return 3 * num_bytes + sharded + ceil(states * all_reduced_bytes) + ceil(states * sharded / workers)
+
+
+class Precision(NamedTuple):
+    """How many bytes FSDP2 gathers, sends and keeps for every byte of a parameter as it is stored.
+
+    >>> Precision(gather=0.5, reduce=1.0)  # of fp32: param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    Precision(gather=0.5, reduce=1.0, states=2)
+    """
+
+    gather: float = 1.0  # a gathered parameter, and its whole gradient
+    reduce: float = 1.0  # what is sent of the gradient
+    states: float = STATES  # of the optimizer
+
+
+# Everything as parameters are stored.
+AS_STORED = Precision()
+
+
+class Schedule(NamedTuple):
+    """How FSDP2 runs groups in forward order."""
+
+    reshard: Sequence[bool]  # after the forward pass
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
+    has_root: bool = False  # the first group is the rest of the model
+
+
+class Shares(NamedTuple):
+    """What each rank keeps a part of."""
+
+    workers: int
+    states: float = STATES  # of the optimizer
+    idle_bytes: int = 0  # parameters that no step uses
+
+
+class GroupBytes(NamedTuple):
+    """What a group of FSDP2 takes."""
+
+    stored: int  # parameters, of which a rank has a share
+    trained: int  # those that get gradients
+    gathered: int  # parameters as they are gathered
+    again: int  # and in the backward pass, where they were resharded
+    gradient: int
+    sent: int  # the copy of the gradient that is sent
+
+
+def fsdp_memory_bytes(groups: Sequence[GroupBytes], schedule: Schedule, shares: Shares) -> int:
+    r"""Return the most bytes a rank of FSDP2 holds, activations apart.
+
+    With :math:`G, D, S` for what of a group is gathered, its gradient, and what is sent of it, :math:`K_j` for groups
+    before :math:`j` that are kept, :math:`A_j^n` for the gathers asked for of the next :math:`n` groups, :math:`p, q`
+    for the prefetching forward and backward, and :math:`D_0` for the gradient of the root's group, that is the share of
+    parameters, gradients and the optimizer's state and the largest of (torch 2.15,
+    ``torch/distributed/fsdp/_fully_shard``):
+
+    .. math::
+        K_j + 2 G_j + A_j^p & \quad\text{forward: a gather is freed when the next is copied out} \\
+        K_j + 2 G_j + S_{j+1} + A_j^{q-1} + D_0 & \quad\text{backward, copied out of the gather} \\
+        K_j + G_j + D_j + S_{j+1} + A_j^q + D_0 & \quad\text{computed} \\
+        K_j + D_j + S_j + A_j^q + D_0 & \quad\text{resharded, the last message freed, copied to send}
+
+    (``_fsdp_param_group.py``: ``wait_for_unshard``, ``post_backward``). The root's group is gathered first, kept, and
+    sent when the backward pass has ended, since nothing else ends its own (``_root_post_backward_final_callback``);
+    the first group may wait for that, too, since inputs of a model need no gradients:
+
+    .. math:: D_0 + S_0 + G_1 + D_1
+
+    >>> one = GroupBytes(10, 10, 10, 10, 10, 10)
+    >>> fsdp_memory_bytes([one] * 8, Schedule([True] * 8), Shares(8))
+    80
+    """
+    reshard, forward_prefetch, backward_prefetch, has_root = schedule
+    number = len(groups)
+    workers, states, idle = shares
+    share = (idle + sum(group.stored + (1 + states) * group.trained for group in groups)) / workers
+    kept = [0, *accumulate(0 if gone else group.gathered for group, gone in zip(groups, reshard, strict=True))]
+    gathered = [0, *accumulate(group.gathered for group in groups)]
+    again = [0, *accumulate(group.again if gone else 0 for group, gone in zip(groups, reshard, strict=True))]
+    root = groups[0].gradient if has_root else 0
+    most = 0
+    for place, group in enumerate(groups):
+        ahead = gathered[min(number, place + 1 + forward_prefetch)] - gathered[place + 1]
+        most = max(most, kept[place] + 2 * group.gathered + ahead)
+        if has_root and place == 0:
+            continue
+        late = groups[place + 1].sent if place + 1 < number else 0
+        near, far = (again[place] - again[max(0, place - far)] for far in (backward_prefetch - 1, backward_prefetch))
+        held = kept[place] + root
+        if reshard[place]:
+            most = max(most, held + group.gathered + group.again + late + near)
+        most = max(most, held + group.gathered + group.gradient + late + far, held + group.gradient + group.sent + far)
+    if has_root:
+        first = groups[1].gathered + groups[1].gradient if number > 1 else 0
+        alone = groups[0].gathered + root
+        most = max(most, root + groups[0].sent + first, alone if number == 1 else 0)
+    return ceil(share) + most

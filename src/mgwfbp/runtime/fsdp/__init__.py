@@ -1,0 +1,1 @@
+"""`fully_shard`: torch's FSDP2 in the groups of a plan."""

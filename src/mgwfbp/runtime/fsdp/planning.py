@@ -1,0 +1,293 @@
+"""A plan for FSDP2 where none is given: from a trace and a cost, or from what is measured on the spot: `make_plan`.
+
+[Note: memory where no limit is given]
+On a GPU a plan may take what the smallest of the ranks' devices has (`USABLE` of it, since the allocator loses some and
+NCCL needs its own) less what the measured step needed besides parameters and gradients, which is its activations.
+Without a measured step, and on a host, there is no limit: every group is kept, as with ``reshard_after_forward=False``.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgwfbp.cost import Cost, LinearCost
+from mgwfbp.costs import cost_with_halves
+from mgwfbp.errors import PlanError
+from mgwfbp.files import naming, read_json
+from mgwfbp.fsdp import FsdpPlan, predict_fsdp
+from mgwfbp.fsdp_units import ROOT, units_of_names, whole_units
+from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
+from mgwfbp.measure.allreduce import measure_halves
+from mgwfbp.measure.backward import measure_backward
+from mgwfbp.measure.workload import LossFn, default_loss, trainable
+from mgwfbp.memory import Precision
+from mgwfbp.planners.fsdp import plan_fsdp
+from mgwfbp.planners.fsdp_by_hand import plan_by_block
+from mgwfbp.trace import ModelTrace, load_trace
+from mgwfbp.units import format_bytes, parse_bytes, plural, quote
+
+__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan", "unit_names"]
+
+_log = logging.getLogger("mgwfbp")
+
+Path = str | os.PathLike[str]
+# A short look: medians of so many steps, and about so long on the network.
+STEPS, WARMUP, BUDGET_S = 5, 2, 3.0
+# The network is measured up to the model's bytes, or to these; larger messages go on at the last slope.
+MOST_BYTES = 2**28
+# Part of a device's memory that is planned with; and of the parameters that may be frozen and in no trace.
+USABLE, MOST_UNKNOWN = 0.9, 0.05
+
+
+class FsdpPlanning(NamedTuple):
+    """A plan, the same on all ranks, and what it was made of."""
+
+    plan: FsdpPlan
+    trace: ModelTrace
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpInputs:
+    """What there is to plan with."""
+
+    batch: Any = None
+    loss_fn: LossFn | None = None
+    trace: ModelTrace | Path | None = None
+    cost: Cost | Path | None = None
+    memory_limit: int | str | None = None
+
+    def given(self) -> list[str]:
+        """Return the names of what is there."""
+        names = ("batch", "loss_fn", "trace", "cost", "memory_limit")
+        return [name for name in names if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where FSDP2 shards: what the mesh and the precision policy say."""
+
+    group: dist.ProcessGroup | None  # who must have the same plan; None stands for all
+    shards: dist.ProcessGroup | None  # whom gathers and reduce-scatters are between
+    device: torch.device
+    param_dtype: torch.dtype | None = None  # in which parameters are gathered, where not in their own
+    reduce_dtype: torch.dtype | None = None  # and gradients sent
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, mesh: Any, policy: Any) -> "Place":
+        """Read torch's mesh and mixed-precision policy, either of which may be None."""
+        shards = None if mesh is None else mesh.get_group(mesh.ndim - 1)
+        kind = mesh.device_type if mesh is not None else _accelerator()
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        param_dtype = getattr(policy, "param_dtype", None)
+        return cls(group, shards, device, param_dtype, getattr(policy, "reduce_dtype", None) or param_dtype)
+
+    def precision_of(self, model: nn.Module) -> Precision:
+        """Return what is gathered and sent for each byte of the model's parameters."""
+        own = next((parameter.element_size() for _, parameter in trainable(model)), 4)
+        gather, reduce = (
+            1.0 if dtype is None else dtype.itemsize / own for dtype in (self.param_dtype, self.reduce_dtype)
+        )
+        return Precision(gather, reduce)
+
+
+def _accelerator() -> str:
+    """Return what FSDP2 shards over where no mesh says it, as torch does."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if hasattr(torch, "accelerator") and torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What was given, read and checked; None where it is to be measured."""
+
+    trace: ModelTrace | None
+    cost: Cost | None
+    limit: int | None
+    root: Collection[str]
+
+    def kinds(self) -> list[float]:
+        """Return numbers that are the same on ranks that were given the same kinds of things."""
+        return [float(self.trace is None), float(self.cost is None), float(-1 if self.limit is None else self.limit)]
+
+
+def make_plan(
+    model: nn.Module, inputs: FsdpInputs, place: Place, find_root: Callable[[], Collection[str]]
+) -> FsdpPlanning:
+    """Plan, measuring what is not given; the first rank plans for all. All ranks of the group must call it.
+
+    Args:
+        model: on its device, not sharded yet; it is left as it was.
+        inputs: what was given.
+        place: who takes part.
+        find_root: returns the units that stay with the root, or raises where the model cannot be wrapped.
+
+    Raises:
+        PlanError: on every rank, where something is missing or cannot be planned with, or no plan fits.
+        MeasureError: on every rank, where something cannot be measured.
+    """
+    read = _raising(lambda: _read(model, inputs, place, find_root()), place.group)
+    kinds = read.kinds()
+    most = reduce_values([*kinds, *(-kind for kind in kinds)], "max", place.group)
+    for name, high, low in zip(("trace", "cost", "memory_limit"), most[:3], most[3:], strict=True):
+        if high != -low:
+            raise PlanError(f"{name} is not the same on all ranks: give it to every rank or to none")
+    trace, room = (read.trace, None) if read.trace is not None else _measured_trace(model, inputs, place)
+    cost, precision = read.cost or _measured_cost(trace, place), place.precision_of(model)
+    by_block = predict_fsdp(trace, cost, plan_by_block(trace, read.root), precision=precision).memory_bytes
+    limit = read.limit
+    if limit is None and room is not None:
+        limit = max(room, by_block)  # what nobody asked for refuses nothing
+    is_first = dist.get_rank(place.group) == 0
+    found = _raising(
+        lambda: plan_fsdp(trace, cost, memory_limit=limit, precision=precision, root=read.root) if is_first else None,
+        place.group,
+    )
+    if found is not None and limit is None:
+        _warn_of_memory(found, by_block)
+    # Rank 0 plans: libm differs between processors, so two ranks could compute different plans.
+    text = broadcast_text("" if found is None else found.dumps(), 0, place.group)
+    return FsdpPlanning(found or FsdpPlan.from_json(json.loads(text)), trace, cost)
+
+
+def _warn_of_memory(plan: FsdpPlan, by_block: int) -> None:
+    """Say what a plan holds more than wrapping by block, where nothing said how much memory there is."""
+    if plan.predicted["memory_bytes"] > by_block:
+        kept, groups = plan.reshard.count(False), plural(len(plan.groups), "group")
+        held = format_bytes(plan.predicted["memory_bytes"])
+        _log.warning(
+            "%s",
+            f"no memory_limit: the plan keeps {kept} of {groups} gathered from the forward to the backward pass, and a "
+            f"rank holds {held} beside activations, wrapped by block {format_bytes(by_block)}; give memory_limit= to "
+            "reshard",
+        )
+
+
+def _raising(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Do local work on every rank; where it fails a rank raises what it met, and the others say which rank failed."""
+    result, failed, caught = try_together(work, group)
+    if caught is not None:
+        raise caught
+    if failed is not None:
+        raise PlanError(f"rank {failed[0]} cannot plan: {failed[1]}")
+    return result
+
+
+def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[str]) -> _Read:
+    """Read files, and refuse what cannot be planned with or measured."""
+    if inputs.trace is None and inputs.batch is None:
+        raise PlanError(
+            "there is no plan and nothing to make one of: give batch=, what the model is called with, so that it can "
+            "be measured, or trace=, or plan="
+        )
+    limit = inputs.memory_limit
+    if isinstance(limit, str):
+        try:
+            limit = parse_bytes(limit)
+        except ValueError as problem:
+            raise PlanError(f"memory_limit is {problem}") from None
+    trace = inputs.trace
+    if isinstance(trace, str | os.PathLike):
+        trace = load_trace(trace)
+    if trace is not None:
+        _check_trace(trace, model)
+    else:
+        _check_measurable(model, place.device)
+    cost = inputs.cost
+    if isinstance(cost, str | os.PathLike):
+        data = read_json(cost)
+        with naming(cost):
+            cost = cost_with_halves(data)
+    workers = dist.get_world_size(place.shards)
+    if cost is not None and cost.workers != workers:
+        raise PlanError(
+            f"cost is of {plural(cost.workers, 'worker')}, and parameters are sharded over {workers}: measure it there"
+        )
+    return _Read(trace, cost, limit, root)
+
+
+def unit_names(model: nn.Module, *, is_trained: bool = False) -> set[str]:
+    """Return the units of a model, of all parameters or of those alone that are trained."""
+    names = [name for name, one in model.named_parameters() if one.requires_grad or not is_trained]
+    return set(units_of_names(names).values()) - {ROOT}
+
+
+def _check_trace(trace: ModelTrace, model: nn.Module) -> None:
+    """Raise unless a trace is one of this model's units."""
+    knows_frozen = "frozen" in trace.source
+    size = sum(one.nbytes for one in model.parameters())
+    frozen = sum(one.nbytes for one in model.parameters() if not one.requires_grad)
+    if not knows_frozen and frozen > MOST_UNKNOWN * size:
+        raise PlanError(
+            f"{format_bytes(frozen)} of the model's {format_bytes(size)} of parameters are frozen, and the trace "
+            f"of {quote(trace.model)} does not have them: measure it again, or give batch="
+        )
+    mine = unit_names(model, is_trained=not knows_frozen)
+    theirs = set(whole_units(trace)) - {ROOT}
+    if mine != theirs:
+        differing = min(mine ^ theirs)
+        where = "the model" if differing in mine else "the trace"
+        raise PlanError(
+            f"the trace of {quote(trace.model)} is not one of this model ({quote(differing)} is in {where} only): "
+            "measure it again, or give batch="
+        )
+
+
+def _check_measurable(model: nn.Module, device: torch.device) -> None:
+    """Raise where the model cannot run as it is."""
+    if device.type not in ("cpu", "cuda"):
+        raise PlanError(f"nothing is measured on {device.type}: give trace= and cost=, or plan=")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device.type:
+            raise PlanError(
+                f"parameter {quote(name)} is on {parameter.device}, and FSDP2 trains on {device.type}: move the model "
+                "there, so that it can be measured, or give trace="
+            )
+
+
+def _measured_trace(model: nn.Module, inputs: FsdpInputs, place: Place) -> tuple[ModelTrace, int | None]:
+    """Measure the model on all ranks at once, as it trains; a gradient is ready when it is on the slowest.
+
+    Also returns [Note: memory where no limit is given], of the rank that has least.
+    """
+    is_short = place.param_dtype is not None and place.param_dtype.itemsize == 2
+    autocast_dtype = place.param_dtype if is_short else None
+    on_gpu = place.device.type == "cuda"
+    before = 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(place.device)
+        before = torch.cuda.memory_allocated(place.device)
+
+    def measure() -> ModelTrace:
+        loss_fn = inputs.loss_fn or default_loss
+        return measure_backward(model, inputs.batch, loss_fn, steps=STEPS, warmup=WARMUP, autocast_dtype=autocast_dtype)
+
+    trace = agree_on_trace(together(measure, place.group), place.group)
+    if not on_gpu:
+        return trace, None
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    activations = torch.cuda.max_memory_allocated(place.device) - before - trace.grad_bytes
+    others = before - own  # of the model's buffers, the batch, and whatever else is there
+    total = torch.cuda.get_device_properties(place.device).total_memory
+    room = USABLE * total - max(0, activations) - max(0, others)
+    torch.cuda.empty_cache()  # what a step of the whole model took is more than sharded ones will
+    return trace, int(reduce_values([room], "min", place.group)[0])
+
+
+def _measured_cost(trace: ModelTrace, place: Place) -> Cost:
+    """Measure gathers and reduce-scatters between those that share parameters."""
+    if dist.get_world_size(place.shards) == 1:
+        return LinearCost(1, 0.0, 0.0)
+    most = max(8, min(trace.grad_bytes, MOST_BYTES))
+    # Other ranks than those that share parameters may wait for the plan, too.
+    return together(lambda: measure_halves(place.shards, place.device, max_bytes=most, budget_s=BUDGET_S), place.group)

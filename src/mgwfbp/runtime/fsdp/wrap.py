@@ -1,0 +1,329 @@
+"""Torch's FSDP2 with the groups, the resharding and the prefetching of a plan: `fully_shard`."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+
+from mgwfbp.cost import Cost
+from mgwfbp.errors import PlanError, StrategyError
+from mgwfbp.fsdp import FsdpPlan
+from mgwfbp.fsdp_units import ROOT
+from mgwfbp.measure.agreement import agree_on_fsdp_plan
+from mgwfbp.measure.workload import LossFn
+from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan, unit_names
+from mgwfbp.trace import ModelTrace
+from mgwfbp.units import format_bytes, format_seconds, plural, quote
+
+__all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard", "units_at_root"]
+
+_log = logging.getLogger("mgwfbp")
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+TIED = "has a parameter that a module outside of it uses too"
+NO_FORWARD = "has parameters and no forward pass"
+NEVER_CALLED = "is inside a MultiheadAttention, which reads its weights without calling it"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """What becomes of a plan for a model."""
+
+    groups: tuple[tuple[nn.Module, ...], ...]  # in forward order, none empty
+    reshard: tuple[bool, ...]  # of each
+    first_back: int  # the group that the backward pass ends with: those before it are frozen
+    idle: tuple[nn.Module, ...]  # that no step uses
+    kept: Mapping[str, str]  # units that stay with the root, and why
+    frozen: tuple[int, int]  # parameters that get no gradient and are in no unit, and their bytes
+
+
+def fully_shard(
+    model: AnyModule,
+    plan: FsdpPlan | str | os.PathLike[str] | None = None,
+    *,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    trace: ModelTrace | str | os.PathLike[str] | None = None,
+    cost: Cost | str | os.PathLike[str] | None = None,
+    memory_limit: int | str | None = None,
+    **arguments: Any,
+) -> AnyModule:
+    """Apply torch's FSDP2 to a model, in the groups of a plan, with its resharding and its prefetching.
+
+    Without a plan it makes one, as `plan_fully_shard` does with the same arguments. Rank 0 logs it.
+
+    Each group of the plan becomes one call of `torch.distributed.fsdp.fully_shard`, and what is in none becomes the
+    root's, which is gathered first and stays. What comes out is FSDP2's in every way: parameters are `DTensor`, and
+    checkpoints, clipping and ``set_requires_gradient_sync`` are torch's. Make the optimizer afterwards.
+
+    A unit of the plan stays with the root where FSDP2 cannot gather it by itself: it shares a parameter with a module
+    outside of it (an embedding that is tied to the head), has parameters and no forward pass, or is read by a
+    `torch.nn.MultiheadAttention` without being called. A container without a forward pass is wrapped as the modules in
+    it. Rank 0 logs what stays and why.
+
+    All ranks of the mesh must call it, with the same plan, or with what to plan with. Ranks of a mesh of several
+    dimensions that is not all ranks compare plans along its last dimension only.
+
+    Args:
+        model: whose parameters are not sharded yet.
+        plan: an `FsdpPlan` for this model or the path of one (``mgwfbp plan --engine fsdp2``).
+        batch: as `plan_fully_shard` takes it, and so are ``loss_fn``, ``trace``, ``cost`` and ``memory_limit``.
+        loss_fn: see there.
+        trace: see there.
+        cost: see there.
+        memory_limit: see there.
+        **arguments: what torch's ``fully_shard`` takes besides (``mesh``, ``mp_policy``, ``offload_policy``,
+            ``ignored_params``, ``shard_placement_fn``), for every group; not ``reshard_after_forward``, which the plan
+            says.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        PlanError: on every rank and before anything is wrapped, where the plan is not one for this model, or not that
+            of all ranks, where there is nothing to plan with, or no plan fits into the limit.
+        MeasureError: on every rank, where the model or the network cannot be measured.
+        StrategyError: where this torch has no public ``fully_shard``.
+    """
+    shard = _torchs_fully_shard()
+    inputs, wrapping = FsdpInputs(batch, loss_fn, trace, cost, memory_limit), None
+    group = _group_of(arguments.get("mesh"))
+    made = _made(model, inputs, arguments).plan if plan is None else None
+
+    def prepare() -> FsdpPlan:
+        nonlocal wrapping
+        if plan is not None and (besides := inputs.given()):
+            raise PlanError(f"plan is given, and {' and '.join(besides)} to make one of: leave out one or the other")
+        _check(model, arguments)
+        loaded = made or (plan if isinstance(plan, FsdpPlan) else FsdpPlan.load(plan))  # type: ignore[arg-type]
+        wrapping = _wrapping_of(model, loaded)
+        return loaded
+
+    agreed = agree_on_fsdp_plan(prepare, group)
+    assert wrapping is not None  # noqa: S101 - the plan was prepared
+    if dist.get_rank() == 0:
+        _log_kept(wrapping)
+    # Units never nest, so that groups may be wrapped in any order; the root comes last.
+    for parts, is_resharded in zip(wrapping.groups, wrapping.reshard, strict=True):
+        shard(parts[0] if len(parts) == 1 else list(parts), reshard_after_forward=is_resharded, **arguments)
+    for part in wrapping.idle:
+        shard(part, reshard_after_forward=True, **arguments)
+    shard(model, reshard_after_forward=False, **arguments)
+    _set_prefetching(model, wrapping, agreed)
+    return model
+
+
+def plan_fully_shard(
+    model: nn.Module,
+    *,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    trace: ModelTrace | str | os.PathLike[str] | None = None,
+    cost: Cost | str | os.PathLike[str] | None = None,
+    memory_limit: int | str | None = None,
+    **arguments: Any,
+) -> FsdpPlanning:
+    """Return the plan that `fully_shard` makes of a model, and the trace and the cost it is made of; wrap nothing.
+
+    What is not given is measured first, in some seconds: the model by a few forward and backward passes on ``batch``
+    (parameters, buffers, gradients and random generators are afterwards as they were), and the network between the
+    ranks that share parameters. Rank 0 plans for all; all ranks of the mesh must call it.
+
+    Args:
+        model: whose parameters are not sharded yet.
+        batch: what the model is called with; a dict becomes keyword arguments, a tuple positional ones.
+        loss_fn: turns what the model returns into one number; its ``loss``, or the mean of its tensors, if not given.
+        trace: of this model, or the path or the name of one; then ``batch`` is not needed.
+        cost: between as many ranks as share parameters, or the path of one, with halves or without.
+        memory_limit: bytes, or a size such as ``"40GiB"``, that a rank may have for parameters, gradients and two
+            states of the optimizer; activations come on top. Without it a plan that is made of ``batch`` on a GPU takes
+            what the device has beside the activations of the measured step; any other keeps all groups gathered.
+        **arguments: what torch's ``fully_shard`` will be given; of these ``mesh`` and ``mp_policy`` matter.
+
+    Raises:
+        PlanError: on every rank, where there is nothing to plan with, or no plan fits into the limit.
+        MeasureError: on every rank, where the model or the network cannot be measured.
+        StrategyError: where this torch has no public ``fully_shard``.
+    """
+    _torchs_fully_shard()
+    return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments)
+
+
+def _torchs_fully_shard() -> Any:
+    """Return torch's function, with a process group to use it in."""
+    shard: Any = getattr(torch.distributed.fsdp, "fully_shard", None)
+    if shard is None:
+        raise StrategyError(f"torch {torch.__version__} has no public fully_shard (FSDP2): install torch 2.6 or newer")
+    if not dist.is_initialized():
+        dist.init_process_group()  # as torch's does
+    return shard
+
+
+def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) -> FsdpPlanning:
+    """Make a plan and log it."""
+
+    def stay() -> list[str]:
+        _check(model, arguments)
+        if arguments.get("dp_mesh_dims") is not None:
+            raise PlanError(
+                "dp_mesh_dims is given, and a plan is made for a mesh whose last dimension shards: give plan=, or such "
+                "a mesh"
+            )
+        return units_at_root(model)
+
+    mesh = arguments.get("mesh")
+    place = Place.of(_group_of(mesh), mesh, arguments.get("mp_policy"))
+    made = make_plan(model, inputs, place, stay)
+    if dist.get_rank() == 0:
+        predicted = made.plan.predicted
+        step_s, bound_s = (format_seconds(predicted[name]) for name in ("iteration_s", "lower_bound_s"))
+        held = format_bytes(predicted["memory_bytes"])
+        _log.info(
+            "planned %r: step predicted %s, no plan is below %s; %s a rank beside activations",
+            made.plan,
+            step_s,
+            bound_s,
+            held,
+        )
+    return made
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that must have the same plan; None stands for all."""
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return None
+    return mesh.get_group(mesh.ndim - 1)  # type: ignore[no-any-return]
+
+
+def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
+    """Check the plan against the model, and return which modules are wrapped together."""
+    modules, units = dict(model.named_modules()), unit_names(model)
+    planned = {*chain(*plan.groups), *plan.root, *plan.idle}
+    trained = unit_names(model, is_trained=True)
+    if planned != units and planned == trained:
+        units = trained  # a plan of a trace that has no frozen parameters
+    plan.check_covers(units)
+    kept = _kept(model, units)
+    groups, reshard = [], []
+    for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
+        group = [one for name in names if name not in kept for one in _called(modules[name]) or ()]
+        if group:
+            groups.append(tuple(group))
+            reshard.append(is_resharded)
+    is_trained = [any(one.requires_grad for part in group for one in part.parameters()) for group in groups]
+    idle = [one for name in plan.idle if name not in kept for one in _called(modules[name]) or ()]
+    frozen = [
+        one.nbytes for name, one in model.named_parameters() if not one.requires_grad and units.isdisjoint(_outer(name))
+    ]
+    return _Wrapping(
+        tuple(groups),
+        tuple(reshard),
+        is_trained.index(True) if True in is_trained else 0,
+        tuple(idle),
+        {name: why for name, why in kept.items() if name not in plan.idle},
+        (len(frozen), sum(frozen)),
+    )
+
+
+def _check(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise where the model or the arguments cannot be used."""
+    if "reshard_after_forward" in arguments:
+        raise PlanError("reshard_after_forward is given, and the plan says it for each group: leave it out")
+    _check_whole(model)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise where a part of the model is sharded already."""
+    for name, one in model.named_modules():
+        if isinstance(one, torch.distributed.fsdp.FSDPModule):
+            raise PlanError(f"{quote(name) if name else 'the model'} is fully sharded already: give a model as made")
+
+
+def units_at_root(model: nn.Module) -> list[str]:
+    """Return the units of a model that FSDP2 cannot gather by themselves."""
+    return list(_kept(model, unit_names(model)))
+
+
+def _kept(model: nn.Module, units: set[str]) -> dict[str, str]:
+    """Return the units that FSDP2 cannot gather by themselves, and why, in the order of the model's modules."""
+    shared, found = _shared_units(model, units), {}
+    modules = dict(model.named_modules())
+    for name in modules:
+        if name in shared:
+            found[name] = TIED
+        elif name in units and _called(modules[name]) is None:
+            found[name] = NO_FORWARD
+        elif name in units and any(isinstance(modules[outer], nn.MultiheadAttention) for outer in _outer(name)):
+            found[name] = NEVER_CALLED
+    return found
+
+
+def _outer(name: str) -> list[str]:
+    """Return the names of the modules that something is in.
+
+    >>> _outer("h.0.weight")
+    ['', 'h', 'h.0']
+    """
+    return [ROOT, *accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")]
+
+
+def _shared_units(model: nn.Module, units: set[str]) -> set[str]:
+    """Return the units with a parameter that can also be reached without passing through their module."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unit_of = {id(modules[name]): name for name in units}
+    reached: dict[int, list[set[str]]] = {}  # by parameter, for each of its names: the unit it is in, if any
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = {unit_of[id(modules[outer])] for outer in _outer(name) if id(modules[outer]) in unit_of}
+        reached.setdefault(id(parameter), []).append(inside)
+    return {unit for ways in reached.values() for unit in set().union(*ways) if any(unit not in way for way in ways)}
+
+
+def _called(module: nn.Module) -> list[nn.Module] | None:
+    """Return the module; of one without a forward pass those in it that have one; None where they are not all of it."""
+    if getattr(module.forward, "__func__", module.forward) is not nn.Module.forward:
+        return [module]
+    if next(module.parameters(recurse=False), None) is not None:
+        return None
+    found = [_called(child) for child in module.children() if next(child.parameters(), None) is not None]
+    return None if None in found else [one for called in found if called is not None for one in called]
+
+
+def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> None:
+    """Say which groups each group asks for ahead; the root asks for the first ones of the forward pass.
+
+    In the backward pass the root comes first, and asks for the last group, which is torch's default.
+    """
+    firsts: Sequence[Any] = [group[0] for group in wrapping.groups]
+    root: Any = model
+    root.set_modules_to_forward_prefetch(firsts[: plan.forward_prefetch])
+    for place, first in enumerate(firsts):
+        first.set_modules_to_forward_prefetch(firsts[place + 1 : place + 1 + plan.forward_prefetch])
+        before = range(place - 1, max(wrapping.first_back, place - plan.backward_prefetch) - 1, -1)
+        ahead = [firsts[one] for one in before if wrapping.reshard[one]]
+        # Without a list torch asks for the group before: one that the backward pass does not reach is not wanted, and
+        # to ask for itself does nothing.
+        first.set_modules_to_backward_prefetch(ahead or ([first] if place == wrapping.first_back else []))
+
+
+def _log_kept(wrapping: _Wrapping) -> None:
+    """Log what stays with the root though the plan has it in groups, and what the plan does not have."""
+    because: dict[str, list[str]] = {}
+    for name, why in wrapping.kept.items():
+        because.setdefault(why, []).append(name)
+    parts = [
+        f"{', '.join(quote(name) for name in names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} "
+        f"({'each ' if len(names) > 1 else ''}{why})"
+        for why, names in because.items()
+    ]
+    number, size = wrapping.frozen
+    if number:
+        parts.append(f"{plural(number, 'frozen parameter')} of {format_bytes(size)} (in no module of the plan)")
+    if parts:
+        _log.info("fully_shard keeps with the root, gathered first and never resharded: %s", "; ".join(parts))

@@ -1,0 +1,1 @@
+"""How messages travel: gloo with one thread, stand-ins for process groups, low precision."""

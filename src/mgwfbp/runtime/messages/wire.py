@@ -1,0 +1,101 @@
+"""Messages that travel in fewer bits than their gradients have: `WireGroup`, where a Reducer's process group stands.
+
+How they do: [Note: how a message travels in low precision] in ``measure/low.py``. They travel through a `Channel`; over
+gloo all messages do, over nccl those in low precision.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mgwfbp.errors import PlanError
+from mgwfbp.measure.low import average_in
+from mgwfbp.runtime.messages.channel import Channel, work_of
+from mgwfbp.runtime.messages.gloo import store_of
+from mgwfbp.runtime.messages.stand_ins import MessageGroup
+
+__all__ = ["WireGroup", "cannot_wire", "check_wire", "dtype_of"]
+
+
+def dtype_of(wire: str) -> torch.dtype:
+    """Return the dtype that a plan's word for a precision stands for.
+
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, wire)
+    assert isinstance(found, torch.dtype)  # noqa: S101 - a plan has checked it
+    return found
+
+
+def cannot_wire(ddp: Any) -> str:
+    """Say why messages of a model cannot travel in low precision; empty where they can."""
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "mixed_precision says itself how gradients travel"
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "messages without a used gradient are skipped (skip_all_reduce_unused_params)"
+    if store_of(ddp.process_group, "") is None:
+        return f"torch {torch.__version__} does not give away the store of the process group"
+    devices = {parameter.device.type for parameter in ddp.module.parameters() if parameter.requires_grad}
+    backend = str(dist.get_backend(ddp.process_group))
+    if devices == {"cpu"} or (devices == {"cuda"} and "nccl" in backend):
+        return ""
+    return f"gradients on {', '.join(sorted(devices))} go through {backend}, expected nccl on a GPU, or a CPU"
+
+
+class WireGroup(MessageGroup):
+    """The process group of a Reducer, some of whose all-reduces are sent in low precision.
+
+    A Reducer sends all its buckets in every reduction, in order, or fails: so it is counted which one is meant.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._wires: tuple[str, ...] = ()
+        self._next = 0
+        self._channel: Channel | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent before ranks meet; else they meet when the first is."""
+        return self._channel is not None
+
+    def open(self, device: torch.device, number: int) -> None:
+        """Let ranks meet now, see `gloo_beside`."""
+        self._channel = Channel(self.group, device, number)
+
+    def take(self, wires: Sequence[str]) -> None:
+        """Send the messages of later steps so, one word each; between two steps."""
+        self._wires, self._next = tuple(wires), 0
+
+    def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send a message as the plan says."""
+        message, wire = tensors[0], self._wires[self._next]
+        self._next = (self._next + 1) % len(self._wires)
+        # Sparse gradients are as large as each batch makes them; others than fp32 travel as they are.
+        dtype = dtype_of(wire) if wire and not message.is_sparse and message.dtype is torch.float32 else None
+        if message.is_cuda and dtype is None:
+            return self.group.allreduce(tensors, *options)
+        channel = self._channel = self._channel or Channel(self.group, message.device)
+
+        def job() -> None:
+            if dtype is None:
+                channel.group.allreduce(tensors, *options).wait()
+            else:
+                average_in(dtype, message, channel.group)
+
+        return work_of(channel.send(job, tensors))
+
+
+def check_wire(wires: Sequence[str], allowed: str | None) -> None:
+    """Raise unless a plan's messages travel only as the model was told they may."""
+    for one in sorted(set(filter(None, wires))):
+        if one != allowed:
+            made = "without wire=" if allowed is None else f"with wire={allowed!r}"
+            raise PlanError(
+                f"the plan sends messages in {one}, and the model was made {made}: make it with wire={one!r}, or give "
+                "another plan"
+            )

@@ -1,0 +1,28 @@
+"""Which modules are compiled, scripted or traced, so that their parameters are not asked for when they run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["graph_of", "put_back", "runs_graphs"]
+
+
+def runs_graphs(module: nn.Module) -> bool:
+    """Say whether something in a module is compiled or scripted, so that it does not ask for parameters."""
+    return any(graph_of(one) is not None for one in module.modules())
+
+
+def graph_of(module: nn.Module) -> Any:
+    """Return what calls a module that is compiled, scripted or traced; None of another."""
+    compiled = vars(module).get("_compiled_call_impl")
+    if compiled is None and (isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"):
+        return module._call_impl
+    return compiled
+
+
+def put_back(module: nn.Module, name: str, value: Any) -> None:
+    """Give a module what it had under a name."""
+    del vars(module)[name]
+    if getattr(module, name, None) is not value:  # else it is found elsewhere: a traced module has another one inside
+        vars(module)[name] = value

@@ -1,0 +1,219 @@
+"""Who asks a module for a parameter waits until it is finished: `Guards`.
+
+[Note: nothing is read too early]
+`Shards.gather` begins all all-gathers, into memory of their own, and returns. A parameter gets what was gathered when
+somebody asks its module for it: while gathers are under way the dict in which a module keeps its parameters is a
+`Guarded` one, which waits for the gather that carries the parameter and copies its group. So a forward pass waits for
+what it uses when it uses it (also where a module uses the parameters of another, whose own forward pass never runs),
+and ``parameters()``, ``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that
+holds parameters elsewhere besides when the optimizer is made (torch's LSTM has a list of them) waits for them when its
+forward pass begins; a compiled, scripted or traced one, which asks nobody, waits for all.
+
+Once the last gather is finished modules have their own dicts again, and no hook. Dynamo, which cannot see through a
+`Guarded` dict, so traces what it would trace without us: the forward pass of a model in which something is compiled
+begins when all gathers have ended. Its graphs check the types of these dicts: a compiled function or method that is
+called outside of that while parameters travel is not run as the graph it was, but compiled again, which waits, or run
+without a graph.
+
+What can be read too early is a parameter that somebody else holds, a module in a place of its own that it fills later,
+a shallow copy of a module, and what C++ reads (``torch.jit.save``): ``model.synchronize()`` first.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from mgwfbp.runtime.rows.compiled_modules import graph_of, put_back
+from mgwfbp.runtime.rows.spread import tensors_in
+
+__all__ = ["Guarded", "Guards"]
+
+
+class Finisher(Protocol):
+    """Who finishes parameters: `Shards`."""
+
+    @property
+    def pending(self) -> Mapping[int, object]:
+        """What is not finished, by the ids of parameters; always the same dict."""
+
+    def finish(self, parameter: Tensor) -> None:
+        """Wait for a parameter."""
+
+    def finish_all(self) -> None:
+        """Wait for all parameters."""
+
+
+class Guards:
+    """What stands in a module and all in it while parameters travel; ``own`` has the ids of these.
+
+    Only meanwhile it holds who finishes them: whoever keeps the module keeps no optimizer.
+    """
+
+    def __init__(self, module: nn.Module, pending: Mapping[int, object], own: Collection[int]) -> None:
+        self._modules = list(module.modules())
+        self._guarded: list[tuple[nn.Module, Guarded]] = []
+        self._holders: list[tuple[nn.Module, list[Tensor]]] = []
+        self._handles: list[Any] = []
+        self._ids: list[tuple[nn.Module, list[int]]] = []
+        for one in self._modules:
+            if isinstance(one._parameters, Guarded):  # of an optimizer before this one
+                one._parameters.finish_all()
+            if any(id(parameter) in own for parameter in one._parameters.values()):
+                self._guarded.append((one, Guarded(pending)))
+                self._ids.append((one, list(map(id, one._parameters.values()))))
+            elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
+            if held := [found for found in tensors_in(elsewhere) if id(found) in own]:
+                self._holders.append((one, held))
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether some module has other parameters than it had; asked when nothing stands in them."""
+        return any(list(map(id, module._parameters.values())) != ids for module, ids in self._ids)
+
+    def put_on(self, finisher: Finisher, *, all_first: bool) -> None:
+        """Let modules wait before they give a parameter away, or run a graph; with ``all_first`` also the outermost."""
+        for module, guarded in self._guarded:
+            if module._parameters is not guarded:
+                guarded.stand_for(module._parameters, finisher)
+                vars(module)["_parameters"] = guarded
+        if not self._handles:
+            hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders]
+            self._handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
+        for module in self._modules:
+            call = graph_of(module) or (module._call_impl if all_first and module is self._modules[0] else None)
+            if call is not None and not isinstance(call, _FinishesFirst):
+                kept = module._compiled_call_impl
+                vars(module)["_compiled_call_impl"] = _FinishesFirst(finisher, call, kept)
+
+    def take_off(self) -> None:
+        """Give modules back what was there."""
+        for module, guarded in self._guarded:
+            if module._parameters is guarded:
+                put_back(module, "_parameters", guarded.own)
+            guarded.finisher = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for module in self._modules:
+            call = vars(module).get("_compiled_call_impl")
+            if isinstance(call, _FinishesFirst):
+                put_back(module, "_compiled_call_impl", call.kept)
+
+
+class _Finishes:
+    """A hook on a module's forward pass that waits for parameters. A copy of the module waits for nothing."""
+
+    def __init__(self, finisher: Finisher, held: Sequence[Tensor]) -> None:
+        self._finisher, self._held = finisher, held
+
+    def __call__(self, *_: object) -> None:
+        for parameter in self._held:
+            self._finisher.finish(parameter)
+
+    def __deepcopy__(self, _: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _make_nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing when a forward pass begins."""
+
+
+def _make_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class _FinishesFirst:
+    """Stands for what calls a module's graph until all parameters are finished."""
+
+    def __init__(self, finisher: Finisher, graph: Callable[..., Any], kept: Any) -> None:
+        self._finisher, self._graph, self.kept = finisher, graph, kept
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self._finisher.finish_all()
+        return self._graph(*arguments, **named)
+
+
+def _on_both(name: str) -> Any:
+    """Return a method of a dict that changes it and the dict that it stands for."""
+    change = getattr(dict, name)
+
+    def call(self: "Guarded", *arguments: Any, **named: Any) -> Any:
+        self._finish()
+        getattr(self.own, name)(*arguments, **named)
+        return change(self, *arguments, **named)
+
+    return call
+
+
+class Guarded(dict[str, Any]):
+    """The parameters of a module, each of which is finished before anybody gets it. Its copy is an ordinary dict."""
+
+    def __init__(self, pending: Mapping[int, object]) -> None:
+        super().__init__()
+        self.own: dict[str, Any] = {}  # the module's
+        self.finisher: Finisher | None = None  # as long as something is pending
+        self._pending = pending
+
+    def stand_for(self, own: dict[str, Any], finisher: Finisher) -> None:
+        """Hold what a module's own dict holds now."""
+        self.own, self.finisher = own, finisher
+        dict.clear(self)
+        dict.update(self, own)
+
+    def finish_all(self) -> None:
+        """Finish all parameters, of other modules too."""
+        if self.finisher is not None:
+            self.finisher.finish_all()
+
+    def _finish(self) -> None:
+        for parameter in super().values():
+            self._finish_one(parameter)
+
+    def _finish_one(self, parameter: Any) -> None:
+        if id(parameter) in self._pending and (finisher := self.finisher) is not None:  # else another thread has
+            finisher.finish(parameter)
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = dict.__getitem__(self, name)
+        if id(parameter) in self._pending:  # looked up here: a forward pass asks a thousand times
+            self._finish_one(parameter)
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a parameter, finished."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def items(self) -> Any:
+        """Return all names and parameters, finished."""
+        self._finish()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return all parameters, finished."""
+        self._finish()
+        return super().values()
+
+    __setitem__ = _on_both("__setitem__")
+    __delitem__ = _on_both("__delitem__")
+    pop = _on_both("pop")
+    popitem = _on_both("popitem")
+    setdefault = _on_both("setdefault")
+    update = _on_both("update")
+    clear = _on_both("clear")
+
+    def copy(self) -> dict[str, Any]:
+        """Return an ordinary dict."""
+        return dict(self.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)

@@ -1,0 +1,300 @@
+"""Gradients that are reduced, and parameters that are gathered, row by row: `Shards`, which a sharded optimizer has.
+
+See [Note: rows] in ``rows.py`` and [Note: nothing is read too early] in ``guards.py``.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mgwfbp.errors import PlanError, ShardError
+from mgwfbp.measure.halves import GATHER, REDUCE, all_gather, reduce_scatter, tag_of
+from mgwfbp.runtime.messages.channel import Channel, Tensors, work_of
+from mgwfbp.runtime.messages.stand_ins import MessageGroup
+from mgwfbp.runtime.rows.guards import Guards
+from mgwfbp.runtime.rows.rows import Owned, Rows
+from mgwfbp.runtime.rows.spread import SpreadGradient
+from mgwfbp.units import quote
+
+__all__ = ["Noted", "OnGather", "ShardGroup", "Shards"]
+
+Buckets = Sequence[Sequence[int]]
+# Called with the bytes of parameters that are gathered and what is fulfilled when they have arrived.
+OnGather = Callable[[int, Tensors], "Noted | None"]
+
+
+class _Message:
+    """What travels together, in either direction. What can be found once is: some models have a thousand parameters."""
+
+    def __init__(self, owned: Sequence[Owned], group: Any) -> None:
+        self.owned, self.is_whole = owned, all(one.is_whole for one in owned)
+        self.memory = [one.memory for one in owned]
+        self.num_bytes = sum(memory.nbytes for memory in self.memory)
+        self.layout = Rows([memory.numel() for memory in self.memory], dist.get_world_size(group))
+        rows = [one.row.detach() for one in owned]
+        self.own, self.parts_of = self.layout.padded(rows), self.layout.parts(rows)
+        self.unpack = self.layout.unpacker(self.memory)
+        self.ids = [id(one.parameter) for one in owned]
+        self.spread = [SpreadGradient(one, group) for one in owned]
+
+
+class Noted(Protocol):
+    """Who notes when a gather was waited for."""
+
+    def ask(self) -> None:
+        """Note that the forward pass needs what is gathered."""
+
+    def get(self) -> None:
+        """Note that it has it."""
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Parameters that are being gathered."""
+
+    message: _Message
+    own: Tensor  # held as long as another stream may read it
+    rows: Tensor
+    arrives: Tensors
+    noted: "Noted | None"
+    stream: "torch.cuda.Stream | None"  # that called `gather`; parameters are finished on it
+
+
+class Shards:
+    """The rows of a model's parameters that this rank owns, and the messages that bring rows to their owners and back.
+
+    See [Note: rows] and [Note: nothing is read too early].
+    """
+
+    def __init__(self, owned: Sequence[Owned], group: Any, gather_group: Any) -> None:
+        self.owned = owned
+        self._group, self._world = group, dist.get_world_size(group)
+        device = owned[0].memory.device
+        self._reduces = Channel(group, device)
+        self._gathers = self._reduces if gather_group is None else Channel(gather_group, device)
+        self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
+        # Of the reduction that is under way; None for what was all-reduced.
+        self._arrived: list[tuple[_Message, tuple[Tensor, Tensors] | None]] = []
+        self._futures: list[Tensors] = []  # of the gradients that rows have now
+        self.pending: dict[int, _Gather] = {}  # by the id of a parameter
+        self._guards: Guards | None = None
+        self._others: list[nn.Parameter] = []  # of the module, frozen ones say
+        self.runs_graphs = False  # whether some of the model is compiled or scripted, and asks nobody for parameters
+        self.on_gather: OnGather | None = None  # called with every gather that is begun
+        # Whether a backward pass may leave parameters without a gradient. Where it may not, nobody reads what the
+        # Reducer copies back into gradients, and it need not.
+        self.has_unused = True
+        self.optimizer: Callable[[], object] = lambda: None  # whose gradients these are, as long as it is there
+        self.waits_first = False  # whether forward passes begin when all gathers have ended, to see what they take then
+        self._num_sent = 0
+        self._lock = threading.RLock()
+
+    def check(self, groups: Sequence[Sequence[str]], gathers: Sequence[Sequence[str]] = ()) -> None:
+        """Raise where a message holds what all ranks update and what each updates a row of, or gathers are others."""
+        is_whole = {one.name: one.is_whole for one in self.owned}
+        wrong = [name for group in gathers for name in group if is_whole[name]]
+        if wrong or (gathers and sum(map(len, gathers)) < len(self.owned) - sum(is_whole.values())):
+            raise PlanError(
+                "the plan gathers other parameters than those that the sharded optimizer shards: give it to a new one, "
+                "as plan="
+            )
+        for number, group in enumerate(groups):
+            others = [name for name in group if is_whole[name] != is_whole[group[0]]]
+            if others:
+                raise PlanError(
+                    f"message {number} holds {quote(group[0])} and {quote(others[0])}, and the plan of the sharded "
+                    "optimizer all-reduces one of them and shards the other: part them"
+                )
+
+    def reduce(self, places: Sequence[int], message: Tensor, all_reduce: Callable[[], Any]) -> Any:
+        """Bring the rows of a bucket's gradients to their owners; return what the Reducer waits for.
+
+        ``all_reduce`` sends those of which every rank owns all.
+        """
+        known = self._message_of(places)
+        layout = known.layout
+        if known.is_whole:
+            self._arrived.append((known, None))
+            return all_reduce()
+        if sum(layout.counts) != message.numel():
+            raise ShardError(
+                f"a bucket has {message.numel()} numbers, expected {sum(layout.counts)}: please report this"
+            )
+        own, channel, tag = message.new_empty(layout.length), self._reduces, self._next_tag(REDUCE)
+
+        def job() -> None:
+            rows, received = channel.scratch(message, (self._world, layout.length))
+            reduce_scatter(layout.pack(message.split(layout.counts), rows), own, received, channel.group, tag)
+
+        future = self._reduces.send(job, [message])
+        self._arrived.append((known, (own, future)))
+        return work_of(future)
+
+    def _next_tag(self, kind: int) -> int:
+        """Return what this message alone is tagged with: where a rank skips one, no other is taken for it."""
+        self._num_sent += 1
+        return tag_of(self._num_sent, kind)
+
+    def _message_of(self, places: Sequence[int]) -> "_Message":
+        key = tuple(places)
+        if key not in self._layouts:
+            self._layouts[key] = _Message([self.owned[place] for place in key], self._group)
+        return self._layouts[key]
+
+    def hand_out(self) -> None:
+        """Give each row its gradient, once the Reducer has ended; a parameter that nobody used has none."""
+        arrived, self._arrived, self._futures = self._arrived, [], []
+        for message, sharded in arrived:
+            if sharded is None:
+                continue
+            own, future = sharded
+            self._futures.append(future)
+            for one, spread, part in zip(message.owned, message.spread, message.parts_of(own), strict=True):
+                if self.has_unused and one.parameter.grad is None:
+                    one.row.grad = None
+                    continue
+                one.row.grad = part
+                one.parameter.grad = spread
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Let parameters have no gradient where they have rows of one: a Reducer moves gradients into new buckets."""
+        grads = [(one.parameter, one.parameter.grad) for one in self.owned]
+        spread = [(parameter, grad) for parameter, grad in grads if isinstance(grad, SpreadGradient)]
+        for parameter, _ in spread:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, grad in spread:
+                parameter.grad = grad
+
+    @property
+    def num_arrived(self) -> int:
+        """How many messages of the reduction that is under way were sent."""
+        return len(self._arrived)
+
+    def take_gradients(self) -> None:
+        """Let rows have the gradients that their parameters have now: none where they were set to None."""
+        for future in self._futures:
+            future.wait()  # for the current stream
+        self._futures = []
+        for one in self.owned:
+            grad = one.parameter.grad
+            if grad is None:
+                one.row.grad = None
+            elif one.is_whole:
+                one.row.grad = one.in_memory(grad)
+            elif not isinstance(grad, SpreadGradient):
+                raise ShardError(
+                    f"the gradient of {one.name} was not averaged by the model's backward pass: run the last one "
+                    "before optimizer.step() outside of no_sync(), and set gradients to None only"
+                )
+
+    def gather(self, groups: Buckets) -> None:
+        """Begin to bring the rows of all ranks together, group by group."""
+        self.finish_all()
+        if groups and self._guards is not None:
+            self._guards.put_on(self, all_first=self.runs_graphs)
+        device = self.owned[0].memory.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        for places in groups:
+            message = self._message_of(places)
+            own = torch.cat(message.own)
+            rows = own.new_empty(self._world, message.layout.length)
+
+            def job(rows: Tensor = rows, own: Tensor = own, tag: int = self._next_tag(GATHER)) -> None:
+                all_gather(rows, own, self._gathers.group, tag)
+
+            arrives = self._gathers.send(job, [rows])
+            noted = None if self.on_gather is None else self.on_gather(message.num_bytes, arrives)
+            gather = _Gather(message, own, rows, arrives, noted, stream)
+            self.pending.update(dict.fromkeys(message.ids, gather))
+
+    def finish(self, parameter: Tensor) -> None:
+        """Wait for a parameter, and finish all that came with it."""
+        if id(parameter) not in self.pending:  # where another thread is at it, it is
+            return
+        with self._lock:
+            gather = self.pending.get(id(parameter))
+            if gather is None:
+                return
+            if gather.noted is not None:
+                gather.noted.ask()
+            # On the stream that the optimizer ran on, whoever asks first: others that read parameters wait for that
+            # one, as they would with any optimizer, and do not know of the one that asked.
+            with nullcontext() if gather.stream is None else torch.cuda.stream(gather.stream), torch.no_grad():
+                gather.arrives.wait()
+                gather.message.unpack(gather.rows)
+            if gather.stream is not None:
+                torch.cuda.current_stream(gather.rows.device).wait_stream(gather.stream)
+            if gather.noted is not None:
+                gather.noted.get()
+            for one in gather.message.ids:
+                del self.pending[one]
+            if not self.pending and self._guards is not None:
+                self._guards.take_off()
+
+    def finish_all(self) -> None:
+        """Wait for all parameters."""
+        for one in self.owned:
+            if not self.pending:
+                return
+            self.finish(one.parameter)
+
+    def check_memory(self, module: nn.Module) -> None:
+        """Raise where a parameter of the module is no longer the one that rows were cut of, or has other memory."""
+        wrong = next((one.name for one in self.owned if one.has_moved), None)
+        if wrong is None and self._guards is not None and self._guards.have_changed:
+            held = set(map(id, module.parameters()))
+            wrong = next((one.name for one in self.owned if id(one.parameter) not in held), None)
+            if wrong is None:  # they are in other modules now
+                self.guard(module)
+        if wrong is not None:
+            raise ShardError(
+                f"the parameter {wrong} is another, or has other memory, than when the optimizer was made: move and "
+                "convert models before DistributedDataParallel, and load weights in place (without assign=True)"
+            )
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradients of what is sharded; of other parameters set them to 0, where they shall not be None."""
+        for one in self.owned:
+            one.parameter.grad = None
+        for parameter in self._others:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
+
+    def guard(self, module: nn.Module) -> None:
+        """See to it that nobody gets a parameter of a module, or of a module in it, before it is finished."""
+        own = {id(one.parameter) for one in self.owned}
+        self._others = [parameter for parameter in module.parameters() if id(parameter) not in own]
+        self._guards = Guards(module, self.pending, own)
+
+
+class ShardGroup(MessageGroup):
+    """The process group of a Reducer whose messages go to the owners of their rows."""
+
+    def __init__(self, group: Any, shards: Shards, when_ended: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(group)
+        self.shards, self._when_ended = shards, when_ended
+        self._buckets: Buckets = ()
+
+    def take(self, buckets: Buckets) -> None:
+        """Expect these buckets in later steps; between two steps."""
+        self._buckets = buckets
+
+    def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
+        """Send a message to the owners of its rows."""
+        place = self.shards.num_arrived
+        work = self.shards.reduce(self._buckets[place], tensors[0], lambda: self.group.allreduce(tensors, *options))
+        if place + 1 == len(self._buckets):
+            self._when_ended(self.shards.hand_out)
+        return work

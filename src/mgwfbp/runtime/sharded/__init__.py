@@ -1,0 +1,1 @@
+"""`ShardedOptimizer`: an optimizer of which each rank does a share."""

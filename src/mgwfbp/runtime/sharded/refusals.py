@@ -1,0 +1,92 @@
+"""Whether a model can have a sharded optimizer: `problem_of_sharding` says why not."""
+
+from typing import Any
+
+from torch import optim
+
+from mgwfbp.runtime.distributed import DistributedDataParallel
+from mgwfbp.runtime.messages.gloo import sends_over_gloo
+from mgwfbp.runtime.reducer.parameters import Parameters
+from mgwfbp.runtime.reducer.support import cannot_hold, lacks, missing
+from mgwfbp.runtime.rows.rows import is_dense
+from mgwfbp.units import quote
+
+__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "problem_of_sharding"]
+
+# What updates every number by itself, so that it may be given rows of parameters.
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+)
+NOT_ELEMENTWISE = {
+    "Adafactor": "keeps averages of whole rows and columns of a matrix",
+    "Muon": "makes whole matrices orthogonal",
+    "LBFGS": "looks at all parameters together",
+    "SparseAdam": "is for sparse gradients",
+}
+
+
+def problem_of_sharding(
+    model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], groups: list[dict[str, Any]]
+) -> str:
+    """Say why a model cannot have such an optimizer; empty where it can."""
+    name = getattr(optimizer_class, "__name__", quote(optimizer_class))
+    if optimizer_class not in ELEMENTWISE:
+        reason = NOT_ELEMENTWISE.get(name, "is not known to update every number by itself")
+        return f"{name} {reason}, and a rank has only rows of parameters: expected one of {_names()}"
+    return _cannot_shard(model) or _problem_with_parameters(Parameters(model), groups)
+
+
+def _cannot_shard(model: DistributedDataParallel) -> str:
+    """Say why no sharded optimizer can have a model's gradients; empty where one can."""
+    if absent := missing():
+        return lacks(absent)
+    if model._shards is not None and model._shards.optimizer() is not None:
+        return (
+            "the model has a sharded optimizer already, and a parameter can have one only: delete all references to "
+            "that one first, or wrap the module anew"
+        )
+    if model.device is not None and model.device.type == "cuda" and sends_over_gloo(model.process_group, model.device):
+        return "the model is on a GPU and its process group is gloo, which cannot reduce-scatter there: use nccl"
+    if model._wire is not None:
+        return f"wire={model._wire!r} and a sharded optimizer each say how gradients travel: leave one out"
+    if model._comm_hooks or model._builtin_hook is not None:
+        return "a communication hook says how gradients travel, and so does a sharded optimizer: leave one out"
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        return "messages without a used gradient are skipped (skip_all_reduce_unused_params), and rows wait for all"
+    if getattr(model, "mixed_precision", None) is not None:
+        return "mixed_precision says itself what parameters and gradients are (autocast is fine)"
+    return cannot_hold(model)
+
+
+def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> str:
+    given = {id(one) for group in groups for one in group["params"]}
+    names = dict(zip(map(id, own.parameters), own.names, strict=True))
+    if strangers := [one for group in groups for one in group["params"] if id(one) not in names and one.requires_grad]:
+        return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
+    if absent := [name for place, name in names.items() if place not in given]:
+        return f"the parameter {absent[0]} is trained by the model and was not given: give all of them"
+    if any(own.sparse):
+        return "gradients are sparse, and a rank has only rows of dense ones"
+    for name, one in zip(own.names, own.parameters, strict=True):
+        if not one.is_floating_point():
+            return f"the parameter {name} is {one.dtype}, expected floating-point numbers"
+        if one.numel() and not is_dense(one):
+            return f"the parameter {name} has strides {one.stride()}, expected one that fills its memory"
+    devices = {one.device for one in own.parameters}
+    if len(devices) > 1:
+        return f"parameters are on {len(devices)} devices, expected one"
+    return ""
+
+
+def _names() -> str:
+    return ", ".join(one.__name__ for one in ELEMENTWISE)

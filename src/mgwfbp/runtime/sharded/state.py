@@ -1,0 +1,115 @@
+"""The state of an optimizer of rows, as that of whole parameters or as shards: `RowStates`."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mgwfbp.runtime.rows.rows import Owned
+
+__all__ = ["RowStates", "step_alone"]
+
+
+def step_alone(optimizer: Optimizer) -> None:
+    """Step without the hooks that torch calls for the steps of all optimizers: this one is a part of another."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+class RowStates:
+    """The state of an optimizer that was given rows, ``inner``, made with these ``defaults``.
+
+    ``owned`` is what this rank owns, by the number that a state dict has for the parameter. ``group`` has all ranks.
+    """
+
+    def __init__(
+        self, inner: Optimizer, defaults: dict[str, Any], owned: Sequence[tuple[int, Owned]], group: Any
+    ) -> None:
+        self._inner, self._defaults, self._owned, self._group = inner, defaults, owned, group
+
+    def whole(self) -> dict[str, Any]:
+        """Return the state dict that the plain optimizer would have. All ranks must call it."""
+        packed = self._inner.state_dict()
+        keys = self._elementwise_keys(self._inner.param_groups)
+        for number, owned in self._owned:
+            if number in packed["state"]:
+                packed["state"][number] = {
+                    key: owned.whole(value, self._group) if key in keys else value
+                    for key, value in packed["state"][number].items()
+                }
+        return packed
+
+    def take_whole(self, state_dict: dict[str, Any]) -> None:
+        """Keep this rank's rows of such a state dict."""
+        state, keys = dict(state_dict["state"]), self._elementwise_keys(state_dict["param_groups"])
+        # Torch has them numbered, and names of its own where it makes a state dict itself.
+        called = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        for number, owned in self._owned:
+            if number < len(called) and (name := called[number]) in state:  # else torch says what is wrong
+                state[name] = {
+                    key: owned.part_of(value) if key in keys else value for key, value in state[name].items()
+                }
+        self._inner.load_state_dict({**state_dict, "state": state})
+
+    def sharded(self, *, to_load: bool) -> dict[str, Any]:
+        """Return state by the names of parameters, each tensor a flat `DTensor` of which a rank has its row.
+
+        With ``to_load`` zeros, in other memory than the optimizer's. All ranks must call it.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard  # since torch 2.5
+
+        mesh = DeviceMesh.from_group(self._group, self._owned[0][1].memory.device.type)
+        keys = self._elementwise_keys(self._inner.param_groups)
+        states = self._after_an_empty_step() if to_load else self._inner.state
+        state: dict[str, Any] = {}
+        for _, owned in self._owned:
+            size = torch.Size([owned.memory.numel()])
+            state[owned.name] = {
+                key: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
+                if key in keys and not owned.is_whole
+                else value
+                for key, value in states.get(owned.row, {}).items()
+            }
+        return state
+
+    def take_sharded(self, state: dict[str, Any]) -> None:
+        """Take what `sharded` gave to load, filled."""
+        for _, owned in self._owned:
+            if found := state.get(owned.name):
+                self._inner.state[owned.row] = {
+                    key: value.to_local() if hasattr(value, "to_local") else value for key, value in found.items()
+                }
+
+    def begin(self) -> None:
+        """Have the state that an optimizer has after a step with gradients of 0, which changes no parameter."""
+        self._inner.state.update((row, state) for row, state in self._after_an_empty_step().items() if state)
+
+    def _after_an_empty_step(self) -> dict[Tensor, dict[str, Any]]:
+        """Return by row what the optimizer's state is like, with other tensors than its own."""
+        copies = {id(one.row): torch.zeros_like(one.row).requires_grad_() for _, one in self._owned}
+        states = self._state_after_a_step(self._inner.param_groups, lambda row: copies.get(id(row)))
+        return {one.row: states.get(copies[id(one.row)], {}) for _, one in self._owned}  # plain SGD has none
+
+    def _elementwise_keys(self, options: Sequence[dict[str, Any]]) -> set[str]:
+        """Return what of a state has a number for each of a parameter; a count of steps, say, has one for all."""
+        toys = self._state_after_a_step(options, lambda row: torch.zeros(1, device=row.device, requires_grad=True))
+        values = [pair for state in toys.values() for pair in state.items()]
+        return {key for key, value in values if isinstance(value, Tensor) and value.dim()}
+
+    def _state_after_a_step(
+        self, options: Sequence[dict[str, Any]], stand_in: Callable[[Tensor], Tensor | None]
+    ) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of an optimizer with these options of groups after an empty step; something stands in."""
+        groups = []
+        for group, own in zip(options, self._inner.param_groups, strict=True):
+            stand_ins = [one for one in map(stand_in, own["params"]) if one is not None]
+            groups.append({**{key: group[key] for key in group if key != "param_names"}, "params": stand_ins})
+            for one in stand_ins:
+                one.grad = torch.zeros_like(one)
+        made = type(self._inner)([group for group in groups if group["params"]], **self._defaults)
+        step_alone(made)
+        return dict(made.state)

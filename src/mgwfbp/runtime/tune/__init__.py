@@ -1,0 +1,1 @@
+"""Which plan is fastest, and all ranks together until it is found."""

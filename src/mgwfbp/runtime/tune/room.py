@@ -1,0 +1,64 @@
+"""Whether there is memory for what a plan needs besides its buckets, before any rank takes it: `check_room`."""
+
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mgwfbp.errors import PlanError
+from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.reducer.parameters import Buckets
+from mgwfbp.units import format_bytes
+
+__all__ = ["check_room"]
+
+# A plan may need this part of the gradients, or so many bytes, more than training has needed so far.
+SPARE, SPARE_BYTES = 0.02, 32 * 2**20
+
+
+def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: Sequence[str]) -> None:
+    """Raise where a plan would need more memory at once than training has needed so far.
+
+    Old buckets are freed before new ones are made. But gradients that are views of buckets keep these until they have
+    been moved, bucket by bucket: the largest old and the largest new one are there at the same time. And a message in
+    low precision is there three times while it travels: in fp32, and in 16 bits what is sent and what is received,
+    which are allocated in the backward pass, where a failure on one rank would leave the others in the message.
+
+    Args:
+        reducer: of this rank.
+        before: the buckets in force.
+        after: those of the plan.
+        wires: the precision of each, see `MergePlan.wire`.
+
+    Raises:
+        PlanError: it says how much is needed, and how much there is.
+    """
+    old, new = ([sum(reducer.sizes[place] for place in bucket) for bucket in some] for some in (before, after))
+    moved = max(old) + max(new) if reducer.ddp.gradient_as_bucket_view else 0
+    low = max((num_bytes for num_bytes, wire in zip(new, wires, strict=bool(wires)) if wire), default=0)
+    unused = headroom_bytes(reducer.parameters[0].device)
+    spare = max(0.0, unused + max(SPARE_BYTES, SPARE * sum(reducer.sizes)))
+    left = format_bytes(spare)
+    if moved > spare:
+        raise PlanError(
+            f"gradients are views of buckets, and to change these would take {format_bytes(moved)} more memory for a "
+            f"moment, where {left} are to spare"
+        )
+    if low > spare:
+        raise PlanError(
+            f"a message in low precision would take {format_bytes(low)} more memory for a moment, where {left} are to "
+            "spare"
+        )
+
+
+def headroom_bytes(device: torch.device) -> float:
+    """Return how much more memory this process has used at some time than it uses now."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return float(most - now)

@@ -1,0 +1,215 @@
+"""What ranks see of bad and odd use of a sharded optimizer."""
+
+import copy
+import gc
+import time
+import weakref
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel as StockDdp
+
+from mgwfbp import DistributedDataParallel, ShardedOptimizer
+from tests.runtime.models import Mlp, Sparse, make_plan
+from tests.runtime.shard_ways import OPTIMIZERS, Recurrent, beside_torchs, difference, error_of, gathering, sums
+
+
+def refused() -> dict[str, Any]:
+    """Bad use is one line on all ranks, before any step."""
+    rank = dist.get_rank()
+
+    def model(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+        return DistributedDataParallel(module or Mlp(), **options)
+
+    stranger = [nn.Parameter(torch.zeros(3))]
+    twice = model()
+    first = ShardedOptimizer(twice, optim.SGD, lr=0.1)
+    hooked = model()
+    hooked.register_comm_hook(None, lambda _, bucket: bucket.buffer())
+    some = model()
+    skips: Any = model()
+    skips.skip_all_reduce_unused_params = True  # an argument of newer torchs
+    wide = nn.Linear(4, 4)
+    wide.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
+    cases = {
+        "not ours": lambda: ShardedOptimizer(StockDdp(Mlp()), optim.SGD, lr=0.1),  # type: ignore[arg-type]
+        "LBFGS": lambda: ShardedOptimizer(model(), optim.LBFGS),
+        "unknown": lambda: ShardedOptimizer(model(), type("Mine", (optim.SGD,), {}), lr=0.1),
+        "another model's": lambda: ShardedOptimizer(
+            some, optim.SGD, [*some.module.parameters(), *(stranger if rank == 1 else [])], lr=0.1
+        ),
+        "not all": lambda: ShardedOptimizer(some, optim.SGD, list(some.module.parameters())[1:], lr=0.1),
+        "twice": lambda: (first, ShardedOptimizer(twice, optim.SGD, lr=0.1)),
+        "wire": lambda: ShardedOptimizer(model(wire="bfloat16"), optim.SGD, lr=0.1),
+        "hook": lambda: ShardedOptimizer(hooked, optim.SGD, lr=0.1),
+        "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
+        "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
+        "strides": lambda: ShardedOptimizer(model(wide), optim.SGD, lr=0.1),
+    }
+    return {name: error_of(case) for name, case in cases.items()}
+
+
+class Scalars(nn.Module):
+    """Parameters of one number, some frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.frozen = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.hidden, self.head = nn.Linear(6, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(x)) * self.scale) * self.frozen  # type: ignore[no-any-return]
+
+
+def some_are_set_to_none(model: Any, *_: Any) -> None:
+    for parameter in model.module.head.parameters():
+        parameter.grad = None
+
+
+def step_again(model: Any, optimizer: Any, step: int) -> None:
+    """Steps without a backward pass, some with no gradients; a state that is saved and loaded on the way."""
+    some_are_set_to_none(model)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if isinstance(optimizer, ShardedOptimizer) and step % 2 and hasattr(torch.distributed.tensor, "DTensor"):
+        optimizer.sharded_state_dict()
+        optimizer.sharded_state_dict(to_load=True)
+    model.zero_grad()
+    optimizer.step()
+
+
+def odd() -> dict[str, Any]:
+    """Gradients that are set to None, states in between, parameters of one number."""
+    return {
+        name: beside_torchs(replace(OPTIMIZERS[name], model=Scalars, between=step_again), steps=6)
+        for name in ("SGD", "momentum", "AdamW", "NAdam", "Rprop", "ASGD", "Adagrad")
+    }
+
+
+def ended() -> dict[str, Any]:
+    """Models and optimizers end with their last names, threads with them."""
+    found = []
+    module = Recurrent()
+    for _ in range(3):
+        model = DistributedDataParallel(module, tune=False)
+        optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
+        optimizer.zero_grad()  # what the one before has left
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        model.synchronize()
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    hooks = len(module.lstm._forward_pre_hooks)
+    plain = all(type(one._parameters) is dict for one in module.modules())
+    held = weakref.ref(module.head.weight)
+    copied = error_of(partial(copy.deepcopy, optimizer))
+    del module, model, optimizer
+    for _ in range(100):  # the thread of messages may still be on its way out of the last one
+        gc.collect()
+        if held() is None:
+            break
+        time.sleep(0.05)
+    return {"threads": found, "hooks": hooks, "plain dicts": plain, "is held": held() is not None, "copied": copied}
+
+
+def skipped() -> dict[str, Any]:
+    """One rank leaves a step out: learning rates are 0, so that whatever changes a parameter is wrong."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    module = Mlp()
+    model = DistributedDataParallel(module, tune=False, process_group=group, broadcast_buffers=False)
+    optimizer = ShardedOptimizer(model, optim.SGD, lr=0.0)
+    held = [one.detach() for one in module.parameters()]
+    before = [one.clone() for one in held]
+
+    def steps() -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).sum().backward()
+            if dist.get_rank() or step != 1:
+                optimizer.step()
+
+    return {
+        "error": error_of(steps),
+        "changed": max((a - b).abs().max().item() for a, b in zip(held, before, strict=True)),
+    }
+
+
+def again() -> dict[str, Any]:
+    """A second optimizer for a model, which all-reduces half, beside torch's class with two plain ones."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def steps(model: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    torch.manual_seed(3)
+    module = Mlp()
+    plain = copy.deepcopy(module)
+    stock, model = StockDdp(plain), DistributedDataParallel(module, tune=False)
+    optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)  # which holds it, and is held by it
+    steps(model, optimizer)
+    steps(stock, optim.SGD(plain.parameters(), lr=0.1))
+    plan = gathering(make_plan(module, 4), 0.5)
+    both = error_of(lambda: ShardedOptimizer(model, optim.Adam, plan=plan, lr=0.01))
+    del optimizer
+    second = ShardedOptimizer(model, optim.Adam, plan=plan, lr=0.01)
+    steps(model, second)
+    steps(stock, optim.Adam(plain.parameters(), lr=0.01))
+    got, expected = ([one.detach() for one in some.parameters()] for some in (module, plain))
+    return {"both": both, "shared": second.gathers == plan.gathers, "after": difference(got, expected)}
+
+
+def loud() -> dict[str, Any]:
+    """What would use a part of a gradient as if it were all of it."""
+    module = Mlp()
+    model = DistributedDataParallel(module, plan=make_plan(module, 2))
+    optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
+    x = torch.ones(4, 6)
+    model(x).sum().backward()
+    found: dict[str, Any] = {
+        "torch's clipping": error_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        "a plain optimizer": error_of(optim.SGD(module.parameters(), lr=0.1).step),
+        "reading": error_of(lambda: sums(one.grad for one in module.parameters() if one.grad is not None)),
+    }
+    found["hook"] = error_of(lambda: model.register_comm_hook(None, lambda _, bucket: bucket.buffer()))
+    optimizer.step()
+    model.zero_grad()
+    with model.no_sync():
+        model(x).sum().backward()
+    found["not averaged"] = error_of(optimizer.step)
+    model.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    found["no zero_grad"] = error_of(lambda: model(x).sum().backward())
+    found["join"] = error_of(lambda: model.join().__enter__())
+    model.zero_grad()
+    found["add"] = error_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
+    model(x).sum().backward()
+    optimizer.step()
+    found["travels"] = len(model._shards.pending)  # type: ignore[union-attr]
+    model.zero_grad()
+    model.zero_grad(set_to_none=False)
+    found["after zero_grad"] = [len(model._shards.pending)]  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    found["after zero_grad"].append(len(model._shards.pending))  # type: ignore[union-attr]
+    found["without gradients"] = all(one.grad is None for one in module.parameters())
+    kept = module.head.weight
+    module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    model(x).sum().backward()
+    found["assigned"] = error_of(optimizer.step)
+    module.head.weight = kept
+    module.head.weight.data = module.head.weight.data.clone()
+    found["moved"] = error_of(optimizer.step)
+    return found
+
+
+SCENARIOS = (refused, odd, ended, again, skipped, loud)

@@ -1,0 +1,143 @@
+"""The handle on torch's Reducer, and what ranks talk through, in one process."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from mgwfbp.measure.clock import HostClock
+from mgwfbp.measure.group_buffer import device_of, raise_readably
+from mgwfbp.runtime.messages.stand_ins import Script
+from mgwfbp.runtime.observe.observer import Observer
+from mgwfbp.runtime.reducer import support
+from mgwfbp.runtime.reducer.handle import ReducerHandle
+from tests.runtime.models import Mlp
+
+needs_init_sync = pytest.mark.skipif(not support._QUIET, reason="torch's class talks to other ranks here")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_default_dtype_of_the_users_changes_nothing_about_what_torch_can(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    expected = support.missing()
+    support._misbehaviour.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert support.missing() == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
+@needs_init_sync
+@pytest.mark.parametrize("way", ["plain", "unused", "hook"])
+def test_freed_buckets_go_back_to_the_system_before_new_ones_are_made_in_every_way_to_change_them(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    model = DistributedDataParallel(
+        Mlp(), process_group=Script(), find_unused_parameters=way == "unused", **support._QUIET
+    )
+    if way == "hook":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    handle = ReducerHandle(model)
+    trims: list[int] = []
+
+    class Libc:
+        def __init__(self, _: None) -> None:
+            pass
+
+        def malloc_trim(self, left: int) -> None:
+            trims.append(left)
+
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    handle.set_buckets([[place] for place in range(len(handle.parameters))])
+    assert trims != []
+
+
+class Alone(Script):
+    """A process group of one rank."""
+
+    def allreduce(self, tensors: list[Tensor], *_: object) -> Any:
+        return self._done(tensors)
+
+
+class Trainee(threading.Thread):
+    """A thread that trains a model for a step, and notes where the step is said to have ended."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.ended_in: list[str] = []
+        self._wait = wait
+        self._model = DistributedDataParallel(nn.Linear(6, 3), process_group=Alone(), **support._QUIET)
+        self._handle = ReducerHandle(self._model)
+        self.observer = Observer(
+            self._handle, HostClock(), lambda: self.ended_in.append(threading.current_thread().name)
+        )
+
+    def run(self) -> None:
+        """Call ``wait`` in the backward pass, when the reduction has ended and nobody has been called yet."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        late = self._wait
+        for _ in range(2):
+            late = partial(queue, late)
+        self.observer.before_forward()
+        output = self._model(torch.ones(2, 6))
+        self.observer.after_forward()
+        output.register_hook(lambda _: queue(late))
+        output.sum().backward()
+
+
+@needs_init_sync
+def test_a_step_ends_in_the_thread_that_trains_it_though_another_thread_is_in_a_backward_pass() -> None:
+    second = Trainee(lambda: None)
+
+    def train_second() -> None:
+        second.start()
+        second.join()
+
+    first = Trainee(train_second)
+    first.start()
+    first.join()
+    assert first.ended_in == [first.name]
+    assert second.ended_in == [second.name]
+    assert len(first.observer.take()) == len(second.observer.take()) == 1
+
+
+class Group:
+    """What torch says of a process group."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._device_types = [torch.device(kind) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"), [((), "cpu"), (("cpu", "cuda"), "cpu"), (("xpu", "cpu"), "cpu"), (("xpu",), "xpu")]
+)
+def test_ranks_talk_on_the_host_where_the_group_can_and_else_on_its_first_device(
+    kinds: tuple[str, ...], kind: str
+) -> None:
+    group: Any = Group(*kinds)
+    assert device_of(group).type == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[gloo/transport/tcp/pair.cc:545] Read error", "a rank did not answer, it may have died"),
+        ("Connection closed by peer", "a rank did not answer, it may have died"),
+        ("No backend type associated with device type cpu", "this rank cannot talk to the others"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "this rank cannot talk to the others"),
+    ],
+)
+def test_only_an_error_of_another_rank_is_put_down_to_one(text: str, says: str) -> None:
+    def fail() -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(Exception, match=f"^{says}: "):
+        raise_readably(fail)
