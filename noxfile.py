@@ -12,14 +12,13 @@ from xml.etree import ElementTree
 import nox
 from nox.command import CommandFailed
 
-# 2.13 has not been tried.
-VERSIONS = [f"2.{minor}" for minor in range(3, 16) if minor != 13]
+VERSIONS = [f"2.{minor}" for minor in range(3, 16)]
 
 HERE = Path(__file__).parent
 TABLE = HERE / "docs" / "torch-versions.md"
 REPORTS = HERE / ".matrix"
 # What tests/runtime imports besides torch, its torchvision and this package, in the versions of constraints.txt.
-TOOLS = ("expecttest", "hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-timeout")
+TOOLS = ("expecttest", "hypothesis", "numpy", "pytest", "pytest-benchmark", "pytest-timeout", "pytest-xdist")
 ASK = "import platform, numpy, torch; print(platform.python_version(), torch.__version__, numpy.__version__)"
 
 nox.options.default_venv_backend = "venv"
@@ -37,7 +36,8 @@ def runtime(session: nox.Session, torch: str) -> None:
         session.install("--no-cache-dir", f"torch=={torch}.*", "torchvision", *pins)
         versions = str(session.run("python", "-c", ASK, silent=True)).split()[-3:]
         session.run(
-            *("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "tests/runtime"),
+            *("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"),
+            *(f"--junitxml={report}", "tests/runtime"),
             env={"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"},
             success_codes=[0, 1, 2],  # failures stand in the report
         )
