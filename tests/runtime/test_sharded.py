@@ -90,9 +90,10 @@ def test_messages_late_by_another_time_on_each_rank_change_no_result(two: list[A
 
 def test_a_compiled_model_has_the_graphs_that_it_has_with_torchs_class(two: list[Any]) -> None:
     for found in (rank["compiled"] for rank in two):
-        assert {"module", "a part", "method", "one graph"} <= found.keys()
+        have_graphs = {name for name, one in found.items() if sum(map(len, one["torch's"]))}  # operations
+        assert found.keys() - have_graphs <= {"a part"}  # of which torch 2.9 has none, with its own class either
+        assert {"module", "method", "one graph"} <= have_graphs
         for name, one in found.items():
-            assert sum(map(len, one["torch's"])) > 0, name  # operations
             assert one["ours"] == one["torch's"], name
             assert one["differences"] == 0.0, name
 
