@@ -358,6 +358,20 @@ def test_frozen_parameters_are_gathered_held_and_not_sent() -> None:
     assert {name for group in found.groups for name in group} == set(units)
 
 
+def test_what_fits_when_a_frozen_head_is_kept_is_found() -> None:
+    blocks = [LayerTrace(f"h.{n}.{part}.w", 10.0, 10, 5.0) for n in reversed(range(8)) for part in ("b", "a")]
+    head = {"name": "head.w", "bytes": 100, "within": "h.7.b.w", "share": 0.0, "next": None}
+    trace = ModelTrace("toy", 80.0, (*blocks, LayerTrace("rest", 1.0, 30, 0.0)), {"frozen": [head]})
+    cost = LinearCost(workers=8, startup_s=0.01, per_byte_s=0.001)
+    by_block = predict_fsdp(trace, cost, plan_by_block(trace))
+    for limit in (None, by_block.memory_bytes):
+        found = plan_fsdp(trace, cost, memory_limit=limit).predicted
+        assert found["memory_bytes"] <= by_block.memory_bytes
+        assert found["iteration_s"] <= by_block.iteration_s
+    with pytest.raises(PlanError, match=f"the least is {by_block.memory_bytes} B a rank"):
+        plan_fsdp(trace, cost, memory_limit=by_block.memory_bytes - 1)
+
+
 def test_units_are_blocks_attention_is_one_and_what_blocks_are_in_is_the_roots() -> None:
     attention = ["attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj.weight"]
     assert set(units_of_names(attention).values()) == {"attention"}

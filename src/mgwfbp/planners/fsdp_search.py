@@ -78,17 +78,16 @@ class Search:
 
         A short search only goes on from that, and from what it is with all groups kept.
         """
-        least = self._least()
-        if not self.fits(least):
+        start = self._choice_of(by_hand)
+        kept = start._replace(reshard=(False,) * len(start.ends))
+        starts = [one for one in (self._least, start, kept) if self.fits(one)]
+        if not starts:
             return None
         if len(self.units) <= EXHAUSTED:
             choice = self.exhaust()
             bound_s = self.step(choice).iteration_s
         else:
             bound_s = self._kept.bound_s if self._problem.limit is None else 0.0
-            start = self._choice_of(by_hand)
-            kept = start._replace(reshard=(False,) * len(start.ends))
-            starts = [one for one in (least, start, kept) if self.fits(one)]
             choice = self._best([self._climb(one) for one in starts]) if is_short else self.climb(starts)
         # What the backward pass does not reach is never gathered again.
         never = (not group.sizes.again for group in self._chosen(choice))
@@ -98,7 +97,7 @@ class Search:
     @property
     def least(self) -> FsdpStep:
         """The step that needs the least memory."""
-        return self.step(self._least())
+        return self.step(self._least)
 
     @cached_property
     def _kept(self) -> Kept:
@@ -110,10 +109,17 @@ class Search:
             tuple(accumulate(map(len, plan.groups))), plan.reshard, plan.forward_prefetch, plan.backward_prefetch
         )
 
+    @cached_property
     def _least(self) -> Choice:
-        """Return what needs the least memory: larger groups, and groups that are kept or prefetched, only need more."""
+        """What needs the least memory: larger groups, and groups that are kept or prefetched, only need more.
+
+        But for the last one, which is gathered again when the backward pass begins: where it is frozen, to keep it may
+        need less.
+        """
         number = len(self.units)
-        return Choice(tuple(range(1, number + 1)), (True,) * number, 1, 1)
+        gone = Choice(tuple(range(1, number + 1)), (True,) * number, 1, 1)
+        kept = gone._replace(reshard=(*gone.reshard[1:], False)) if number else gone
+        return min(gone, kept, key=self._held_bytes)
 
     def step(self, choice: Choice) -> FsdpStep:
         """Return what a plan's step is."""
@@ -141,13 +147,13 @@ class Search:
 
     def fits(self, choice: Choice) -> bool:
         """Say whether a plan needs no more memory than there is."""
-        limit = self._problem.limit
-        if limit is None:
-            return True
+        return self._problem.limit is None or self._held_bytes(choice) <= self._problem.limit
+
+    def _held_bytes(self, choice: Choice) -> int:
         if choice not in self._held:
             sizes = [group.sizes for group in (*self.root, *self._chosen(choice))]
             self._held[choice] = fsdp_memory_bytes(sizes, self._schedule(choice), self._shares)
-        return self._held[choice] <= limit
+        return self._held[choice]
 
     def key(self, choice: Choice) -> tuple[float, float, int, int]:
         """Return what is less for the better plan: the step, then bytes gathered again, groups and prefetching."""
