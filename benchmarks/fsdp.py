@@ -191,7 +191,7 @@ class Contest:
         """Say on all ranks alike whether a turn of all ways still fits, behind one that is yet to be made."""
         (spent_s,) = reduce_values([time.perf_counter() - self.started_s + making_s], "max")
         turn_s: float = (SETTLE + self.options.steps) * sum(self.found["first_s"].values())
-        return spent_s + turn_s <= self.options.seconds
+        return bool(spent_s + turn_s <= self.options.seconds)
 
     def say(self, text: str) -> None:
         tell(f"{time.perf_counter() - self.started_s:6.1f} s  {text}")
