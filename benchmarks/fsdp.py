@@ -4,7 +4,7 @@
     python benchmarks/fsdp.py --show benchmarks/fsdp/*.json
 
 Every way has a model of its own and takes whole steps with SGD and momentum. *Ours* is what `mgwfbp.fully_shard` makes
-without a plan: it measures the model and the network for some seconds, and plans; *within per block's memory* has the
+without a plan: it measures the model and the network for some seconds, and plans; *in per block's memory* has the
 limit of what wrapping by block needs. Nothing is tuned: our DDP and our sharded optimizer run the plans that are exact
 for what was measured, which also gives the predictions of the other ways, to which a rank's part of the update is
 added, timed by itself. The result is written after every way and turn. Prints Markdown.
@@ -50,7 +50,7 @@ TITLES = {
     "ddp": "DDP",
     "block": "FSDP2 per block",
     "ours": "`mgwfbp.fully_shard`",
-    "ours-block": "the same within per block's memory",
+    "ours-block": "`mgwfbp.fully_shard` in per block's memory",
     "kept": "per block, kept",
     "prefetch": "per block, prefetching 2",
     "rest": "per block, the rest in the root",
