@@ -137,7 +137,6 @@ class Contest:
         """Make a way, run it a little, and time a step of it."""
         started_s, before = time.perf_counter(), 0
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
 
@@ -154,9 +153,8 @@ class Contest:
             if self.device.type == "cuda":
                 self.found["memory_bytes"][name] = torch.cuda.max_memory_allocated() - before
             self.say(f"{name} is ready, a step of it {1e3 * self.found['first_s'][name]:.1f} ms")
-        if self.device.type == "cuda":
-            gc.collect()  # a model that could not be made is a cycle
-            torch.cuda.empty_cache()
+        gc.collect()  # a model that could not be made is a cycle
+        torch.cuda.empty_cache()
         self.making_s = time.perf_counter() - started_s
 
     def attempt(self, name: str, work: Callable[[], T]) -> T | None:
@@ -170,15 +168,18 @@ class Contest:
             result = work()
         except Exception as error:
             problem = problem_of(error)
-        rank, world = dist.get_rank(), dist.get_world_size()
-        store, keys = dist.distributed_c10d._get_default_store(), [f"fsdp/{name}/{one}" for one in range(world)]
+        rank, world, first = dist.get_rank(), dist.get_world_size(), f"fsdp/{name}"
+        store, keys = dist.distributed_c10d._get_default_store(), [f"{first}/{one}" for one in range(world)]
+        if problem:  # the first reason is kept: that the others fail may follow from it
+            store.compare_set(first, "", f"rank {rank}: {problem}")
         store.set(keys[rank], problem)
         with suppress(RuntimeError):
             store.wait(keys, timedelta(seconds=ANSWER_S))
         said = [store.get(key).decode() if store.check([key]) else SILENT for key in keys]
         if not any(said):
             return result
-        self.found["failed"][name] = next(f"rank {one}: {why}" for one, why in enumerate(said) if why)
+        silent = f"rank {said.index(SILENT)} {SILENT}" if SILENT in said else ""
+        self.found["failed"][name] = store.get(first).decode() if store.check([first]) else silent
         self.say(f"{name} failed: {self.found['failed'][name]}")
         if SILENT in said or "" in said:
             self.write(rank)
@@ -362,9 +363,7 @@ def overview(results: Mapping[str, Mapping[str, Any]]) -> None:
     for title, found in results.items():
         held = [found["memory_bytes"].get(name) for name in ways]
         print(f"| {title} | {' | '.join('' if one is None else f'{one / 1e9:.2f}' for one in held)} |")
-    print()
-    for verdict in verdicts(results):
-        print(f"- {verdict}")
+    print("", *(f"- {one}" for one in verdicts(results)), sep="\n")
     for title, found in results.items():
         for name, why in (*found["failed"].items(), *((what, "there was no time left") for what in found["left_out"])):
             print(f"- {title}: {name}: {why}")
