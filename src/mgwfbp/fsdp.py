@@ -32,6 +32,7 @@ from mgwfbp.units import plural, quote
 
 __all__ = [
     "FsdpPlan",
+    "at_root_of",
     "fsdp_lower_bound_s",
     "idle_bytes_of",
     "precision_of",
@@ -184,6 +185,15 @@ def precision_of(plan: FsdpPlan) -> Precision:
     for name, value in known.items():
         check_real(value, f"predicted: precision: {name}", PlanError)
     return AS_STORED._replace(**known)
+
+
+def at_root_of(plan: FsdpPlan) -> tuple[str, ...]:
+    """Return the units that must be the root's, which a planner may have added others to; its root where it says none.
+
+    >>> at_root_of(FsdpPlan("toy", (("a",),), (True,), predicted={"at_root": ["b"]}, root=("b", "c")))
+    ('b',)
+    """
+    return check_items(plan.predicted.get("at_root", plan.root), str, "predicted: at_root", PlanError)
 
 
 def idle_bytes_of(trace: ModelTrace, idle: Iterable[str]) -> int:

@@ -1,6 +1,7 @@
 """Steps of FSDP2 in a report: what is computed, what is sent, what is exposed; predicted, and of a profile."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,17 @@ def test_a_plan_is_drawn_beside_wrapping_by_block_with_the_same_modules_in_the_r
     inputs = Inputs(traces=(("t.json", TRACE),), costs=(("c.json", COST),), fsdp_plans=(("p.json", tied),))
     (case,) = find_fsdp_cases(inputs)
     assert [entry.step.groups for entry in case.entries] == [(("",), ("b",), ("c",))] * 2
+
+
+def test_modules_that_only_the_plan_has_in_the_root_are_groups_where_it_is_wrapped_by_block() -> None:
+    layers = tuple(LayerTrace(f"{name}.w", 1.0, size, 0.5) for name, size in zip("cba", (40, 8, 8), strict=True))
+    trace = ModelTrace("toy", 1.5, layers, {"not_called": ["b"]})
+    plan = plan_fsdp(trace, COST)
+    assert plan.predicted["at_root"] == ("b",)
+    chosen = replace(plan, groups=(("c",),), reshard=(False,), root=("a", "b"))
+    inputs = Inputs(traces=(("t.json", trace),), costs=(("c.json", COST),), fsdp_plans=(("p.json", chosen),))
+    (case,) = find_fsdp_cases(inputs)
+    assert [entry.step.groups for entry in case.entries] == [(("",), ("c",)), (("",), ("a",), ("c",))]
 
 
 def test_a_plan_is_drawn_in_the_precision_it_was_made_for() -> None:

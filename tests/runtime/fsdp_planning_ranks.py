@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 
 import mgwfbp
-from mgwfbp import LayerTrace, LinearCost, ModelTrace
+from mgwfbp import FsdpPlan, LayerTrace, LinearCost, ModelTrace
 from mgwfbp.fsdp import predict_fsdp
 from mgwfbp.runtime.fsdp.planning import FsdpInputs, Place, make_plan
 from tests.runtime.fsdp_ranks import (
@@ -130,8 +130,8 @@ def precision() -> dict[str, Any]:
 
 def limits() -> dict[str, Any]:
     """What is logged of memory without a limit, and with one."""
-    model = Blocks()
-    plan, found = partial(mgwfbp.plan_fully_shard, model, trace=trace_of(model), cost=COST), {}
+    model, slow = Blocks(), LinearCost(workers=2, startup_s=1e-4, per_byte_s=1e-4)
+    plan, found = partial(mgwfbp.plan_fully_shard, model, trace=trace_of(model), cost=slow), {}
     for name, limit in (("none", None), ("enough", "1 GiB")):
         lines, planned = heard(partial(plan, memory_limit=limit))
         found[name] = [line for line in lines if line.startswith("WARNING")]
@@ -171,7 +171,7 @@ def odd() -> dict[str, Any]:
     planned = mgwfbp.plan_fully_shard(Tower(), batch=batch, loss_fn=loss, cost=COST)
     # As planned, and with all that may be resharded.
     names = [name for group in planned.plan.groups for name in group]
-    each = mgwfbp.FsdpPlan(
+    each = FsdpPlan(
         "toy", tuple((name,) for name in names), (True,) * len(names), root=planned.plan.root, idle=planned.plan.idle
     )
     for title, plan in (("planned", planned.plan), ("resharded", each)):
@@ -190,16 +190,21 @@ def odd() -> dict[str, Any]:
 
 
 def profiled() -> dict[str, Any]:
-    """Two steps under torch's profiler; the export of each rank is in the folder."""
-    plan = plan_of(Blocks, 2, 2, 2, 1, reshard=(True, True, False, True))
-    model, x = mgwfbp.fully_shard(Blocks(), plan), torch.rand(5, 4)
-    loss(model(x)).backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(2):
-            loss(model(x)).backward()
-    profile.export_chrome_trace(str(Path(sys.argv[1]) / f"profile{dist.get_rank()}.json"))
+    """Two steps of each model under torch's profiler; the export of each rank is in the folder."""
+    names = ("tower.0", "tower.1", "stem", "h.0", "h.1", "h.2")
+    plans = {
+        Blocks: plan_of(Blocks, 2, 2, 2, 1, reshard=(True, True, False, True)),
+        Tower: FsdpPlan("toy", tuple((name,) for name in names), (True,) * 6, root=("head",), idle=("extra",)),
+    }
+    for kind, plan in plans.items():
+        model, x = mgwfbp.fully_shard(kind(), plan), torch.rand(5, 4)
+        loss(model(x)).backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(2):
+                loss(model(x)).backward()
+        profile.export_chrome_trace(str(Path(sys.argv[1]) / f"{kind.__name__}{dist.get_rank()}.json"))
     trace_of(Blocks()).save(Path(sys.argv[1]) / f"trace{dist.get_rank()}.json")
-    return {"plan": plan.to_json()}
+    return {kind.__name__: plan.to_json() for kind, plan in plans.items()}
 
 
 def refused() -> dict[str, Any]:
@@ -217,13 +222,14 @@ def refused() -> dict[str, Any]:
         "nothing": give(),
         "cost alone": give(cost=COST),
         "one rank's trace": give(trace=trace, cost=COST) if rank else give(batch=batch, cost=COST),
+        "one rank's plan": give(plan=plan_of(Blocks, 7)) if rank else give(trace=trace, cost=COST),
         "batch": give(batch=batch if rank == 0 else torch.rand(5, 3), cost=COST),
         "limit": give(trace=trace, cost=COST, memory_limit=10),
         "size": give(trace=trace, cost=COST, memory_limit="much"),
         "workers": give(trace=trace, cost=LinearCost(4, 1.0, 1.0)),
         "other": give(trace=other, cost=COST),
         "no file": give(trace=trace, cost=folder / ("cost0.json" if rank == 0 else "none.json")),
-        "plan too": give(plan=mgwfbp.FsdpPlan("toy", (Blocks.units,), (True,)), batch=batch, cost=COST),
+        "plan too": give(plan=FsdpPlan("toy", (Blocks.units,), (True,)), batch=batch, cost=COST),
         "reshard_after_forward": give(batch=batch, cost=COST, reshard_after_forward=False),
         "frozen": told(lambda: mgwfbp.fully_shard(Partly(), trace=trace_of(Partly()), cost=COST)),
         "dp_mesh_dims": give(batch=batch, cost=COST, dp_mesh_dims=("x",)),

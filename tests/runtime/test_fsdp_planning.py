@@ -37,9 +37,9 @@ def two(folder: Path) -> list[Any]:
 
 
 def test_a_profile_of_torchs_shows_each_gather_pass_and_message_of_a_plan(two: list[Any], folder: Path) -> None:
-    plan = FsdpPlan.from_json(two[0]["profiled"]["plan"])
+    plan = FsdpPlan.from_json(two[0]["profiled"]["Blocks"])
     for rank in range(2):
-        steps = steps_from_profile(folder / f"profile{rank}.json")
+        steps = steps_from_profile(folder / f"Blocks{rank}.json")
         assert len(steps) == 2
         for step in steps:
             assert step.groups == (("",), *plan.groups)
@@ -56,7 +56,7 @@ def test_a_profile_of_torchs_shows_each_gather_pass_and_message_of_a_plan(two: l
             assert step.iteration_s >= step.compute_s > 0
     plan.save(folder / "fsdp-plan.json")
     COST.save(folder / "cost.json")
-    names = ("trace0.json", "cost.json", "fsdp-plan.json", "profile0.json")
+    names = ("trace0.json", "cost.json", "fsdp-plan.json", "Blocks0.json")
     (case,) = find_fsdp_cases(load_inputs(folder / name for name in names))
     assert [(entry.name, entry.how) for entry in case.entries] == [
         ("fsdp-plan.json", "predicted"),
@@ -64,6 +64,19 @@ def test_a_profile_of_torchs_shows_each_gather_pass_and_message_of_a_plan(two: l
         ("fsdp-plan.json", "measured"),
     ]
     assert case.entries[0].step.group_bytes == case.entries[2].step.group_bytes
+
+
+def test_a_profile_shows_no_backward_pass_of_groups_before_all_that_is_trained(two: list[Any], folder: Path) -> None:
+    plan = FsdpPlan.from_json(two[0]["profiled"]["Tower"])
+    for rank in range(2):
+        steps = steps_from_profile(folder / f"Tower{rank}.json")
+        assert len(steps) == 2
+        for step in steps:
+            assert step.groups == (("",), *plan.groups)
+            assert [again is not None for again in step.gathers_again_s] == [False] * 3 + [True] * 4
+            end_s = max(moments[1] for moments in step.backward_s)
+            assert step.backward_s[1:3] == step.sent_s[1:3] == ((end_s, end_s),) * 2
+            assert all(start_s < stop_s <= end_s for start_s, stop_s in step.backward_s[3:])
 
 
 def test_training_is_bitwise_torchs_whatever_is_measured_and_rank_0_says_the_plan(two: list[Any]) -> None:
@@ -127,6 +140,7 @@ def test_what_cannot_be_planned_is_one_line_on_all_ranks_before_anything_is_wrap
         "nothing": "there is no plan and nothing to make one of: give batch=, what the model is called with, so that "
         "it can be measured, or trace=, or plan=",
         "one rank's trace": "trace is not the same on all ranks: give it to every rank or to none",
+        "one rank's plan": "plan is given on some ranks only: give it to every rank or to none",
         "size": "memory_limit is 'much', expected a size such as 40GiB or 512MB",
         "workers": "cost is of 4 workers, and parameters are sharded over 2: measure it there",
         "other": "the trace of 'other' is not one of this model ('alone' is in the trace only): measure it again, or "

@@ -13,6 +13,7 @@ import pytest
 from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network, load_trace
 from mgwfbp.bounds import lower_bound_s, sharded_lower_bound_s
 from mgwfbp.cli import progress, run
+from mgwfbp.cli.fsdp import fastest_words
 from mgwfbp.costs import WireCost
 from mgwfbp.planners import PLANNERS, find_sharded_plan, find_wire_plan
 from mgwfbp.planners.fsdp import plan_fsdp
@@ -407,6 +408,12 @@ def test_fsdp2_stands_beside_those_that_all_reduce_with_memory_and_where_it_does
     assert "4 workers: no plan for 'bert' fits into 600 MB: the least is 626 MB a rank" in printed.err
     assert "64 workers: fsdp2 is " in printed.out
     rows = rows_of(capsys, *given, "--engine", "ddp,fsdp2", "--memory-limit", "600 MB")
+    assert printed.out.splitlines()[-2:] == [
+        f"25GbE, {count} workers: {fastest_words([row for row in rows if row['workers'] == count], 600_000_000)}"
+        for count in (4, 64)
+    ]
+    assert "4 workers: nothing fits into 600 MB: the least of these is fsdp2-block" in printed.out
+    assert "64 workers: fastest that fits: fsdp2, " in printed.out
     assert [row["fits"] for row in rows] == [False, False, False, False, True, True, True]
     assert run(["simulate", *given, "--engine", "ddp,fsdp2", "--memory-limit", "1 MB"]) == 1
     assert "the least is" in capsys.readouterr().err.splitlines()[-1]

@@ -19,7 +19,6 @@ from mgwfbp.runtime.sharded.optimizer import ShardedOptimizer
 
 __all__ = [
     "SGD",
-    "block_names",
     "fsdp_step",
     "plain_step",
     "stock_ddp_step",
@@ -87,18 +86,13 @@ def block_names(model: nn.Module) -> list[str]:
     return [name for name in units if name != ROOT and re.search(r"[0-9]+$", name)]
 
 
-def wrap_by_block(model: nn.Module, *, reshard: bool = True, prefetch: int = 0) -> None:
-    """Apply torch's FSDP2 to every block and to the model, with prefetching of so many blocks in both directions."""
+def wrap_by_block(model: nn.Module) -> None:
+    """Apply torch's FSDP2 to every block and to the model."""
     from torch.distributed.fsdp import fully_shard
 
-    blocks: list[Any] = [model.get_submodule(name) for name in block_names(model)]
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard)
+    for name in block_names(model):
+        fully_shard(model.get_submodule(name))
     fully_shard(model)
-    if prefetch:
-        for place, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + prefetch])
-            block.set_modules_to_backward_prefetch(blocks[max(0, place - prefetch) : place][::-1])
 
 
 def table_row(title: str, turns_s: list[float], predicted_s: float | None, base_s: float | None) -> str:

@@ -1,8 +1,9 @@
 """``mgwfbp simulate``: what N workers would give."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from mgwfbp.cli.fsdp import (
     ParamDtype,
     ReduceDtype,
     States,
+    fastest_words,
     memory_bytes,
     memory_words,
     read_options,
@@ -61,6 +63,7 @@ from mgwfbp.simulate import (
     find_limits,
     sweep,
 )
+from mgwfbp.simulate.findings import where_words
 from mgwfbp.simulate.fsdp import sweep_fsdp
 from mgwfbp.simulate.scenario import IDEAL, MAX_JITTER
 from mgwfbp.trace import ModelTrace, load_trace
@@ -197,6 +200,9 @@ def simulate(
     for name in (*((SHARDED,) if is_sharded else ()), *((FSDP2,) if is_fsdp else ())):
         for gain in find_gains(rows, name):
             print_line(str(gain))
+    if is_fsdp:
+        for line in _fastest(by_network, limit):
+            print_line(line)
 
 
 def _with_fsdp(rows: list[SweepRow], trace: ModelTrace, grid: Grid, options: FsdpOptions) -> list[SweepRow]:
@@ -211,6 +217,16 @@ def _with_fsdp(rows: list[SweepRow], trace: ModelTrace, grid: Grid, options: Fsd
     points = dict.fromkeys((row.scale, row.workers, row.network) for row in rows)
     every = [*held, *found]
     return [row for point in points for row in every if (row.scale, row.workers, row.network) == point]
+
+
+def _fastest(rows: Sequence[SweepRow], limit: int | None) -> Iterator[str]:
+    """Say for every point what is the fastest that fits."""
+    points: dict[tuple[str, float, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.planner not in BASELINES:
+            points.setdefault((row.network, row.scale, row.workers), []).append(row.to_json())
+    for (network, scale, workers), here in points.items():
+        yield f"{where_words(network, scale, (workers,))}: {fastest_words(here, limit)}"
 
 
 def _with_low_cost(sources: list[CostSource], counts: list[int], low: LinearCost | PiecewiseCost) -> CostSource:

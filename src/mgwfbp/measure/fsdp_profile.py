@@ -7,7 +7,8 @@ none for the root's: ``FSDP::root_pre_forward`` begins a forward pass, ``FSDP::p
 message. On a GPU the message is the kernel of nccl that was launched inside of the range; over gloo it is a range of
 gloo's own thread (``gloo:all_gather``; a reduce-scatter of gloo is ``gloo:all_reduce``) that begins inside of it. What
 a group computes is what was launched on the busiest stream, or on a host ran, from when it begins to when the next one
-does; the root's parts between groups go with the group before them.
+does; the root's parts between groups go with the group before them. Groups that come before all that is trained begin
+no backward pass.
 """
 
 import os
@@ -145,7 +146,7 @@ def _step(seen: _Seen, start_s: float, before_s: float) -> FsdpStep | None:
     forward, backward = _first_of_each(by_kind.get("pre_forward", ())), _first_of_each(by_kind.get("pre_backward", ()))
     sends = _first_of_each(by_kind.get("post_backward_reduce", ()))
     last = by_kind.get("root_post_backward_callback")
-    if not last or not sends or set(forward) != set(backward):
+    if not (last and sends and backward and set(backward) <= set(forward)):
         return None
     groups = list(forward)  # in the order in which they begin, which is the root's first
     gathers: dict[tuple[str, ...], list[Moments]] = {}
@@ -181,7 +182,7 @@ def _step(seen: _Seen, start_s: float, before_s: float) -> FsdpStep | None:
         tuple(shift(some[0]) for some in first),
         tuple(shift(moments) for moments in computed),
         tuple(shift(some[0]) if some else None for some in again),
-        tuple(shift(moved[group]) for group in groups),
+        tuple(shift(moved.get(group, (end_s, end_s))) for group in groups),
         tuple(shift(sent.get(group, (end_s, end_s))) for group in groups),
         0,
     )

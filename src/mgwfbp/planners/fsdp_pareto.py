@@ -7,18 +7,27 @@ the link and the processor are free), and so is the second, read backwards in ti
 a group's backward pass, or of its reduce-scatter, to the end of the step. A plan is a row of cuts that both share, so
 one pass keeps, for every cut, the states (link, processor; three times to the end) that no other is ahead of in all of
 them. Prefetching of any distance is a relaxation: no plan that is carried out has a shorter step, and one that
-prefetches far enough has this one. Where states become too many those with the largest bound are dropped.
+prefetches far enough has this one. Where states become too many those with the largest bound are dropped, and the least
+of these bounds counts among what no plan undercuts.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from mgwfbp.fsdp_step import Group
 
-__all__ = ["best_kept"]
+__all__ = ["Kept", "best_kept"]
 
 # States that are kept for a cut at most, and for all cuts together: a second for 64 units.
 WIDTH, MOST_KEPT = 40, 1200
+
+
+class Kept(NamedTuple):
+    """Where groups end in the best plan that was found, and what no plan with this root undercuts."""
+
+    ends: tuple[int, ...]
+    bound_s: float
 
 
 class _State(NamedTuple):
@@ -50,8 +59,8 @@ class _State(NamedTuple):
         )
 
 
-def best_kept(root: Sequence[Group], number: int, group_of: Callable[[int, int], Group]) -> tuple[int, ...]:
-    """Return where groups end in the best plan that reshards nothing, see [Note: a pass over cuts].
+def best_kept(root: Sequence[Group], number: int, group_of: Callable[[int, int], Group]) -> Kept:
+    """Return the best plan that reshards nothing, see [Note: a pass over cuts].
 
     Args:
         root: the root's group, if it has one.
@@ -69,22 +78,30 @@ def best_kept(root: Sequence[Group], number: int, group_of: Callable[[int, int],
         left_s.append((left_s[-1][0] + unit.forward_s, left_s[-1][1] + unit.backward_s))
     left_s.reverse()
     fronts: list[list[_State]] = [[start], *([] for _ in range(number))]
+    bound_s = inf
     for cut in range(number):
-        fronts[cut] = _front(fronts[cut], left_s[cut], width)
+        fronts[cut], dropped_s = _front(fronts[cut], left_s[cut], width)
+        bound_s = min(bound_s, dropped_s)
         for end in range(cut + 1, number + 1):
             group = group_of(cut, end)
             fronts[end] += [state.after(group, end) for state in fronts[cut]]
-    return min(fronts[number], key=lambda state: (state.done_s + state.tail_s, len(state.ends))).ends
+    best = min(fronts[number], key=lambda state: (state.done_s + state.tail_s, len(state.ends)))
+    return Kept(best.ends, min(bound_s, best.done_s + best.tail_s))
 
 
-def _front(states: list[_State], left_s: tuple[float, float], width: int) -> list[_State]:
-    """Return the states that no other is ahead of, the most promising ones where they are many."""
+def _front(states: list[_State], left_s: tuple[float, float], width: int) -> tuple[list[_State], float]:
+    """Return the states that no other is ahead of, the most promising ones where they are many; the others' bound."""
     forward_s, backward_s = left_s
-    states.sort(key=lambda one: (one.done_s + forward_s + max(one.tail_s + backward_s, one.send_tail_s), one[:5]))
+
+    def least_s(state: _State) -> float:
+        return state.done_s + forward_s + max(state.tail_s + backward_s, state.send_tail_s)
+
+    states.sort(key=lambda state: (least_s(state), state[:5]))
     found: list[_State] = []
     for state in states:
+        if any(other.is_ahead_of(state) for other in found):
+            continue
         if len(found) == width:
-            break
-        if not any(other.is_ahead_of(state) for other in found):
-            found.append(state)
-    return found
+            return found, least_s(state)
+        found.append(state)
+    return found, inf

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError
-from mgwfbp.fsdp import fsdp_lower_bound_s, precision_of, predict_fsdp, reported_bound_s
+from mgwfbp.fsdp import at_root_of, fsdp_lower_bound_s, precision_of, predict_fsdp, reported_bound_s
 from mgwfbp.fsdp_step import FsdpStep
 from mgwfbp.fsdp_units import ROOT
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
@@ -159,13 +159,13 @@ def find_fsdp_cases(inputs: Inputs, workers: Sequence[int] = ()) -> list[FsdpCas
     """Lay out every plan for FSDP2 with what was given, and put measured steps beside those that have their groups."""
     cases: list[FsdpCase] = []
     for name, plan in inputs.fsdp_plans:
-        precision = precision_of(plan)
+        precision, at_root = precision_of(plan), at_root_of(plan)
         for trace, where, cost in _points(inputs, workers):
             try:
                 step = predict_fsdp(trace, cost, plan, precision=precision)
             except PlanError:
                 continue  # of another model
-            by_block = predict_fsdp(trace, cost, plan_by_block(trace, plan.root), precision=precision)
+            by_block = predict_fsdp(trace, cost, plan_by_block(trace, at_root), precision=precision)
             title = f"{trace.model} with FSDP2 on {plural(cost.workers, 'worker')} over {where}"
             entries = (FsdpEntry(Path(name).name, "predicted", step), FsdpEntry(BY_BLOCK, "predicted", by_block))
             bound_s = reported_bound_s(

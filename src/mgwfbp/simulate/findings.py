@@ -8,7 +8,7 @@ from mgwfbp.simulate.limits import NEAR, Limit
 from mgwfbp.simulate.sweep import BASELINES, SweepRow
 from mgwfbp.units import plural
 
-__all__ = ["Finding", "Gain", "find_crossing", "find_gains", "find_limits"]
+__all__ = ["Finding", "Gain", "find_crossing", "find_gains", "find_limits", "where_words"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Finding:
         return None if self.merging_gain is None else self.merging_gain > 1 + NEAR
 
     def __str__(self) -> str:
-        return f"{_where(self.network, self.scale, self.workers)}: {self._verdict()}"
+        return f"{where_words(self.network, self.scale, self.workers)}: {self._verdict()}"
 
     def _verdict(self) -> str:
         unmerged = f"; without merging a step takes up to {self.merging_gain or 0:.2f} times as long"
@@ -55,7 +55,12 @@ class Finding:
                 return above + (unmerged if matters else "")
 
 
-def _where(network: str, scale: float, workers: Sequence[int]) -> str:
+def where_words(network: str, scale: float, workers: Sequence[int]) -> str:
+    """Name a point of a sweep, or a row of them.
+
+    >>> where_words("10GbE", 2.0, (4, 8))
+    '10GbE, 4 to 8 workers, computation x 2'
+    """
     first, last = workers[0], workers[-1]
     where = f"{network}, {f'{first} to ' if last > first else ''}{plural(last, 'worker')}"
     return where if scale == 1.0 else f"{where}, computation x {scale:g}"
@@ -112,7 +117,7 @@ class Gain:
 
     def __str__(self) -> str:
         between = " to ".join(dict.fromkeys((f"{self.least:.2f}", f"{self.most:.2f}")))
-        where = _where(self.network, self.scale, self.workers)
+        where = where_words(self.network, self.scale, self.workers)
         return f"{where}: {self.planner} is {between} times as fast as the best plan that all-reduces everything"
 
 

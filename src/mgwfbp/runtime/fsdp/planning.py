@@ -3,7 +3,8 @@
 [Note: memory where no limit is given]
 On a GPU a plan may take what the smallest of the ranks' devices has (`USABLE` of it, since the allocator loses some and
 NCCL needs its own) less what the measured step needed besides parameters and gradients, which is its activations.
-Without a measured step, and on a host, there is no limit: every group is kept, as with ``reshard_after_forward=False``.
+Without a measured step, and on a host, there is no limit. Where less memory costs time every group is then kept, as
+with ``reshard_after_forward=False``.
 """
 
 import json
@@ -11,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -145,15 +147,19 @@ def make_plan(
     trace, room = (read.trace, None) if read.trace is not None else _measured_trace(model, inputs, place)
     cost, precision = read.cost or _measured_cost(trace, place), place.precision_of(model)
     by_block = predict_fsdp(trace, cost, plan_by_block(trace, read.root), precision=precision).memory_bytes
-    limit = read.limit
-    if limit is None and room is not None:
-        limit = max(room, by_block)  # what nobody asked for refuses nothing
     is_first = dist.get_rank(place.group) == 0
-    found = _raising(
-        lambda: plan_fsdp(trace, cost, memory_limit=limit, precision=precision, root=read.root) if is_first else None,
-        place.group,
-    )
-    if found is not None and limit is None:
+
+    def plan() -> FsdpPlan | None:
+        if not is_first:
+            return None
+        made = partial(plan_fsdp, trace, cost, precision=precision, root=read.root)
+        found = made(memory_limit=read.limit)
+        if read.limit is None and room is not None and found.predicted["memory_bytes"] > room:
+            found = made(memory_limit=max(room, by_block))  # what nobody asked for refuses nothing
+        return found
+
+    found = _raising(plan, place.group)
+    if found is not None and read.limit is None and room is None:
         _warn_of_memory(found, by_block)
     # Rank 0 plans: libm differs between processors, so two ranks could compute different plans.
     text = broadcast_text("" if found is None else found.dumps(), 0, place.group)
