@@ -42,8 +42,7 @@ from mgwfbp.cli.wire import (
     talk_of_low_cost,
     wire_planner,
 )
-from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import LowCost, WireCost
 from mgwfbp.memory import STATES
 from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
@@ -213,10 +212,10 @@ def _with_fsdp(rows: list[SweepRow], trace: ModelTrace, grid: Grid, options: Fsd
     return [row for point in points for row in every if (row.scale, row.workers, row.network) == point]
 
 
-def _with_low_cost(sources: list[CostSource], counts: list[int], low: LinearCost | PiecewiseCost) -> CostSource:
-    if len(sources) != 1 or set(counts) != {low.workers}:
+def _with_low_cost(sources: list[CostSource], counts: list[int], low: LowCost) -> CostSource:
+    if len(sources) != 1 or set(counts) != {low.cost.workers}:
         raise typer.BadParameter(
-            f"is of {plural(low.workers, 'worker')}; give one --network, and that number", param_hint="--wire-cost"
+            f"is of {plural(low.cost.workers, 'worker')}; give one --network, and that number", param_hint="--wire-cost"
         )
     return WireCluster(sources[0], low)
 
