@@ -20,6 +20,7 @@ __all__ = [
     "cost_with_low",
     "full_precision_cost",
     "halved",
+    "halved_words",
     "low_precision_cost",
     "part_by_part",
     "sharded_cost",
@@ -137,6 +138,14 @@ def halved(cost: Cost) -> Cost:
     if isinstance(cost, PiecewiseCost):
         return replace(cost, points=tuple((2 * size, time_s) for size, time_s in cost.points))
     return _Part(cost, of_bytes=2)
+
+
+def halved_words(wire: str) -> str:
+    """Say what is assumed of messages in low precision whose cost was not measured, `halved`."""
+    return (
+        f"no cost of messages in {wire} is given: they are taken to cost what half the bytes cost, and converting "
+        "nothing; `mgwfbp measure allreduce --wire` measures it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

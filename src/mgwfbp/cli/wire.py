@@ -7,7 +7,7 @@ import typer
 
 from mgwfbp.cli.output import talk
 from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
-from mgwfbp.costs import LowCost, WireCost
+from mgwfbp.costs import LowCost, WireCost, halved_words
 from mgwfbp.files import naming, read_json
 from mgwfbp.planners import Planner, plan_wire
 from mgwfbp.planners.wire import DEFAULT_TOLERANCE
@@ -70,10 +70,7 @@ def read_low_cost(wire: str | None, path: str | None) -> LowCost | None:
 def talk_of_low_cost(wire: str | None, *, is_known: bool) -> None:
     """Say what is assumed of messages in low precision, where it was not measured."""
     if wire is not None and not is_known:
-        talk(
-            f"no cost of messages in {wire} is given: they are taken to cost what half the bytes cost, and converting "
-            "nothing; `mgwfbp measure allreduce --wire` measures it"
-        )
+        talk(halved_words(wire))
 
 
 def with_low_cost(
