@@ -58,7 +58,7 @@ def test_a_gpu_holds_as_much_for_a_message_as_is_said(
     monkeypatch.setattr(low, "queue_collective", lambda *_: None)
     message = torch.ones(100_001)
     with Held(message) as held:
-        low._average_on_gpu(dtype, message, Ranks(world))
+        low._average_whole(dtype, message, Ranks(world))
     said = low.extra_bytes(dtype, message.nbytes, world, torch.device("cuda"))
     assert held.now == 0
     assert held.most == pytest.approx(said, rel=0.001)

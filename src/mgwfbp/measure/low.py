@@ -45,7 +45,7 @@ def average_in(dtype: torch.dtype, message: Tensor, group: Any) -> None:
     """
     if not message.numel():
         return
-    average = _average_on_gpu if message.is_cuda else _average_on_host
+    average = _average_whole if message.is_cuda else _average_on_host
     average(dtype, message, group)
 
 
@@ -69,8 +69,8 @@ def extra_bytes(dtype: torch.dtype, message_bytes: int, world: int, device: torc
     return math.ceil((1 + summing) * message_bytes)
 
 
-def _average_on_gpu(dtype: torch.dtype, message: Tensor, group: Any) -> None:
-    """Queue it on the current stream; what it holds at once is counted by `extra_bytes`."""
+def _average_whole(dtype: torch.dtype, message: Tensor, group: Any) -> None:
+    """Do it with two collectives, queued on the current stream; what it holds at once is counted by `extra_bytes`."""
     low = _lowered(message, dtype, group.size())
     received = torch.empty_like(low)
     queue_collective(dist.all_to_all_single, received.view(torch.uint8), low.view(torch.uint8), group)
