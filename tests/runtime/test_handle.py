@@ -67,7 +67,8 @@ def test_freed_buckets_go_back_to_the_system_before_new_ones_are_made_in_every_w
 def test_a_plan_in_low_precision_needs_room_for_two_copies_of_its_largest_message_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handle = ReducerHandle(DistributedDataParallel(Mlp(), process_group=Script(), **support._QUIET))
+    model = DistributedDataParallel(Mlp(), process_group=Script(), **support._QUIET)
+    handle = ReducerHandle(model)
     first, *rest = range(len(handle.parameters))
     needed = 2 * sum(handle.sizes[place] for place in rest)
     monkeypatch.setattr(room, "SPARE", 0)
