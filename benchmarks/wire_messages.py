@@ -36,11 +36,20 @@ def kinds_of(message: Tensor, group: Any) -> Mapping[str, Callable[[], object]]:
         "fp32, all-reduce": lambda: dist.all_reduce(message),
         "bf16, all-reduce (sums in bf16)": lambda: dist.all_reduce(half),
         "ours, bf16 (sums in fp32)": lambda: low.average_in(WIRE, message, group),
-        "ours, with the backend's all-to-all and all-gather": lambda: low._average_whole(WIRE, message, group),
+        "ours, with the backend's all-to-all and all-gather": lambda: with_collectives(message, group),
         "of that: all-to-all": lambda: dist.all_to_all_single(read, sent),
         "sum": lambda: low._summed(received),
-        "all-gather": lambda: dist.all_gather_into_tensor(sent, own),
+        "all-gather": lambda: dist.all_gather_into_tensor(sent.flatten(), own),
     }
+
+
+def with_collectives(message: Tensor, group: Any) -> None:
+    """Send a message as ours is sent over nccl, also over gloo."""
+    rows = low._lowered(message, WIRE, group.size())
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8))
+    dist.all_gather_into_tensor(rows.view(torch.uint8).flatten(), low._summed(received).view(torch.uint8))
+    low._raise(rows, message)
 
 
 def timed_s(send: Callable[[], object], device: torch.device) -> float:
