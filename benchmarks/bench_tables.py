@@ -16,7 +16,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import bench_predictions
 from mgwfbp import BenchResult
-from mgwfbp.bench.tables import beaten_by, bench_rows, bench_titles, disagreements, error_summary, noise_summary
+from mgwfbp.bench.tables import (
+    ENOUGH_EXPOSED,
+    beaten_by,
+    bench_rows,
+    bench_titles,
+    disagreements,
+    error_summary,
+    exposed_errors,
+    noise_summary,
+)
 from mgwfbp.units import format_seconds
 
 # Whose tuners' predictions stand in a document besides those of its own results.
@@ -77,13 +86,14 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
             "after": list(result.prediction_errors.values()),
         }
         of_step = [mean_and_worst(list(map(abs, some))) for some in errors.values()]
-        rows.append([title(result), str(result.workers), mean_and_worst(exposed_errors(result)), *of_step])
-    exposed = [error for result in results for error in exposed_errors(result)]
+        rows.append(
+            [title(result), str(result.workers), mean_and_worst(list(exposed_errors(result).values())), *of_step]
+        )
+    words = error_summary(*results)
     yield (
-        f"Relative to the exposed communication, which is what a prediction has to find out ({len(exposed)} "
-        "predictions, those of steps with more than a hundredth exposed): mean and worst "
-        f"{mean_and_worst(exposed)}. Relative to the step, most of which is computation that the prediction is given: "
-        f"{error_summary(*results)}.\n"
+        "The exposed communication is what a prediction has to find out; most of a step is computation that it is "
+        f"given. {words[0].upper()}{words[1:]}. Steps with no more than {ENOUGH_EXPOSED:.0%} exposed have an error of "
+        "the step alone.\n"
     )
     parts = ("the exposed communication, after", "the step, before", "the step, after")
     titles = ["mean, worst", "hosts", *(f"of {part}" for part in parts)]
@@ -103,15 +113,6 @@ def overview(results: Sequence[BenchResult]) -> Iterator[str]:
         for terms in result.source["terms"]
     ]
     yield from table(["cell", "plan (messages)", "computation slowed", "slowest rank", "messages slowed"], rows)
-
-
-def exposed_errors(result: BenchResult) -> list[float]:
-    """Errors relative to the exposed communication, where that is more than a hundredth of the step."""
-    return [
-        abs((one.predicted_s - one.measured_s) / one.exposed_s)
-        for one in result.strategies
-        if one.predicted_s is not None and one.exposed_s > 0.01 * one.measured_s
-    ]
 
 
 def mean_and_worst(errors: Sequence[float]) -> str:

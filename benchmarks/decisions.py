@@ -3,6 +3,7 @@
     python benchmarks/decisions.py --seeds 500
     python benchmarks/decisions.py --seeds 150 --tune-steps 60 --wire bfloat16
     python benchmarks/decisions.py --seeds 30 --predictions
+    python benchmarks/decisions.py --seeds 34 --planners
     python benchmarks/decisions.py --seeds 1000 --rivals 1 --slower 0.002
 
 A world is a recorded model, a link, 2 to 64 workers, noise of 0.2 to 4 % a step, slow spells, batches that vary, and a
@@ -22,7 +23,7 @@ from statistics import fmean, median, quantiles
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mgwfbp import LayerTrace, LinearCost, MergePlan, ModelTrace
-from mgwfbp.planners import plan_wire
+from mgwfbp.planners import find_plan, plan_wire
 from mgwfbp.runtime.observe.steps import Seen
 from mgwfbp.runtime.tune.race import Limits, compare
 from mgwfbp.runtime.tune.tuning import Candidate
@@ -78,6 +79,21 @@ def print_predictions(decisions: Sequence[Decision]) -> None:
         print(f"| {name} | {len(some)} | {fmean(errors):+.1%} | {fmean(map(abs, errors)):.1%} | {held:.0%} |")
 
 
+def print_planners(seeds: int, limits: Limits) -> None:
+    """Print how good plans are that are made of what the tuner has learnt at its end, without a comparison."""
+    over_best: dict[str, list[float]] = {"optimal": [], "cautious": []}
+    for seed in range(seeds):
+        world = random_world(seed)
+        learnt, best_s = tune_in(world, limits), world.best_s()
+        for name, some in over_best.items():
+            some.append(world.truth(find_plan(learnt.trace, learnt.cost, name)).iteration_s / best_s - 1)
+    print("| planner | worlds | within 1 % of the best | behind it, mean |")
+    print("|---|--:|--:|--:|")
+    for name, some in over_best.items():
+        near = sum(one <= 0.01 for one in some) / len(some)
+        print(f"| {name} | {len(some)} | {near:.1%} | {fmean(some):.2%} |")
+
+
 def keeps_a_rival(seed: int, rivals: int, slower: float) -> bool:
     """Say whether one of some plans that are no faster than the buckets in force is kept in a world."""
     like = random_world(seed)
@@ -103,6 +119,7 @@ def main() -> None:
     parser.add_argument("--tune-steps", type=int, default=Limits().steps, help="in which plans may be compared")
     parser.add_argument("--wire", help="the precision in which messages may travel")
     parser.add_argument("--predictions", action="store_true", help="print how far predictions are from true steps")
+    parser.add_argument("--planners", action="store_true", help="print how good planners are with what was learnt")
     parser.add_argument("--rivals", type=int, default=0, help="compare so many plans that are no faster")
     parser.add_argument("--slower", type=float, default=0.0, help="by which part of the step these are slower")
     options = parser.parse_args()
@@ -113,6 +130,9 @@ def main() -> None:
         print(f"| {options.seeds} | {options.rivals} | {options.slower:.1%} | {kept} ({kept / options.seeds:.2%}) |")
         return
     limits = Limits(steps=options.tune_steps)
+    if options.planners:
+        print_planners(options.seeds, limits)
+        return
     decisions = [decide_in(seed, limits, options.wire) for seed in range(options.seeds)]
     if options.predictions:
         print_predictions(decisions)

@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import BenchResult, LinearCost, MergePlan, ModelTrace, PiecewiseCost, find_plan, load_network, predict
+from benchmarks import bench_predictions
+from benchmarks.bench_predictions import Tuned, least_off, left_out, share
+from benchmarks.bench_tables import load, named
+from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, find_plan, load_network, predict
 from mgwfbp.cli import run
 from mgwfbp.costs import ShardedCost
 from mgwfbp.fitting import fit
 from mgwfbp.planners import plan_optimal
-from mgwfbp.ranges import MODEL_OFF, input_range, off_by, predict_range, spread_of, widened
+from mgwfbp.ranges import LOW_MODEL_OFF, MODEL_OFF, input_range, off_by, predict_range, spread_of
 from mgwfbp.units import format_range
 from tests.examples import make_trace, piecewise_costs, traces
 
@@ -72,46 +74,35 @@ def test_inputs_that_are_sure_leave_what_the_model_itself_is_off_by() -> None:
     cost = LinearCost(2, 1.0, 0.0, {"fit": {"mean_error": 0.0}})
     plan = find_plan(TRACE, cost, "single")
     assert predict_range(TRACE, cost, plan) == pytest.approx((4 * (1 - MODEL_OFF), 4 * (1 + MODEL_OFF)))
+    in_low = replace(plan, wire=("bfloat16",))  # which predictions are further off
+    assert predict_range(TRACE, cost, in_low) == pytest.approx((4 * (1 - LOW_MODEL_OFF), 4 * (1 + LOW_MODEL_OFF)))
     # Errors of the two add up as independent ones do: 0.3 and 0.4 as 0.5.
     far = replace(cost, source={"fit": {"mean_error": 0.75 * 4 * MODEL_OFF}})
     assert (predict_range(TRACE, far, plan) or (0, 0))[1] == pytest.approx(4 + 1.25 * 4 * MODEL_OFF)
 
 
-def tuned() -> dict[tuple[str, str], list[tuple[float, tuple[float, float], float]]]:
-    """What the tuner predicted of every plan, between what inputs had it, and what was measured, by cell."""
-    found = {}
-    for path in sorted([*BENCHMARKS.glob("gpu/*.json"), *BENCHMARKS.glob("wire/*.json")]):
-        result = BenchResult.load(path)
-        plans = [one for name, one in result.source.items() if name.startswith("tuning") and one]
-        rows = [row for one in plans for row in one["candidates"] if row["steps_s"]]
-        assert "model_off" not in result.source  # whose ranges would be wider already
-        found[path.parent.name, path.stem] = [(row["predicted_s"], row["between_s"], row["step_s"]) for row in rows]
-    return found
+def tuned() -> list[Tuned]:
+    """What the tuner predicted of every plan, and what was measured."""
+    return [
+        plan
+        for folder in ("gpu", "wire")
+        for cell, result in named(load(BENCHMARKS / folder))
+        for plan in bench_predictions.tuned(folder, cell, result)
+    ]
 
 
-def held(rows: list[tuple[float, tuple[float, float], float]], model_off: float) -> int:
-    ranges = [(widened(step_s, between_s, model_off), real_s) for step_s, between_s, real_s in rows]
-    return sum(low_s <= real_s <= high_s for (low_s, high_s), real_s in ranges)
-
-
-def off(rows: list[tuple[float, tuple[float, float], float]]) -> float:
-    return fmean(abs(step_s / real_s - 1) for step_s, _, real_s in rows)
-
-
-def test_ranges_hold_the_measured_step_of_three_in_four_plans() -> None:
-    cells = tuned()
-    every = [row for rows in cells.values() for row in rows]
-    assert round(off(every), 3) == MODEL_OFF
-    assert held(every, 0.0) / len(every) < 0.5  # what inputs may be off by is not all
-    assert 0.7 < held(every, MODEL_OFF) / len(every) < 0.8
+@pytest.mark.parametrize(("is_low", "num_plans", "model_off"), [(False, 267, MODEL_OFF), (True, 39, LOW_MODEL_OFF)])
+def test_ranges_hold_the_measured_step_of_three_in_four_plans_in_either_precision(
+    is_low: bool, num_plans: int, model_off: float
+) -> None:
+    plans = [one for one in tuned() if one.is_low == is_low]
+    assert len(plans) == num_plans
+    assert least_off(plans) == model_off
+    assert share(plans, "inputs_s") < 0.5  # what inputs may be off by is not all
+    assert 0.7 < share(plans, "between_s") < 0.8
     # And in cells, and with models, that what the model is off by was not found from.
-    models = {cell: cell[1].split("-")[0] for cell in cells}
-    for name_of in ({cell: cell for cell in cells}, models):
-        kept = 0
-        for name in set(name_of.values()):
-            others = [row for cell, rows in cells.items() if name_of[cell] != name for row in rows]
-            kept += held([row for cell, rows in cells.items() if name_of[cell] == name for row in rows], off(others))
-        assert 0.7 < kept / len(every) < 0.8
+    assert 0.7 < left_out(plans) < 0.8
+    assert 0.7 < left_out([replace(one, cell=one.cell.partition(",")[0]) for one in plans]) < 0.8
 
 
 def test_messages_off_by_so_many_errors_take_nothing_else_from_the_computation() -> None:

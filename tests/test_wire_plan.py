@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from mgwfbp import Cost, LinearCost, MergePlan, ModelTrace, PiecewiseCost, PlanError, load_network, load_trace, predict
 from mgwfbp.bounds import lower_bound_s
-from mgwfbp.cost import taken_by
+from mgwfbp.cli.wire import read_low_cost, with_low_cost
+from mgwfbp.cost import taken_by, taking_nothing
 from mgwfbp.costs import WireCost, cheaper_cost, low_precision_cost
 from mgwfbp.planners import PLANNERS, find_plan, find_wire_plan, plan_optimal, plan_wire, precisions, wire
 from mgwfbp.planners.slack import TIE
@@ -304,3 +306,16 @@ def test_a_range_is_known_where_that_of_the_precisions_in_use_is() -> None:
     assert half == low_precision_cost(known)
     assert input_range(trace, WireCost(known, half), low) == input_range(trace, known, low)
     assert input_range(trace, known, low) == (2.0 + 3.5 / 1.25, 2.0 + 3.5 * 1.25)
+
+
+def test_what_was_learnt_to_take_nothing_takes_nothing_beside_another_cost_and_what_was_swept_takes_alike(
+    tmp_path: Path,
+) -> None:
+    full, low = LinearCost(2, 1.0, 0.5, taken_s=1.0), LinearCost(2, 1.0, 0.25)
+    for learnt_of, expected_s in ((full, 0.0), (taking_nothing(full), 3.0)):
+        file = tmp_path / "cost.json"
+        WireCost(learnt_of, low, BF16).save(file)
+        assert WireCost.load(file) == WireCost(learnt_of, low, BF16)
+        both = with_low_cost(replace(full, taken_s=3.0), read_low_cost(BF16, str(file)))
+        assert isinstance(both, WireCost)
+        assert taken_by(both.low, 8) == expected_s

@@ -11,6 +11,7 @@ from mgwfbp.units import plural, quote
 
 __all__ = [
     "CheaperCost",
+    "LowCost",
     "ShardedCost",
     "WireCost",
     "cheaper_cost",
@@ -19,11 +20,11 @@ __all__ = [
     "cost_with_low",
     "full_precision_cost",
     "halved",
+    "halved_words",
     "low_precision_cost",
     "part_by_part",
     "sharded_cost",
     "sharded_of",
-    "taking_alike",
 ]
 
 
@@ -44,7 +45,7 @@ class WireCost(Record):
     It is the former's cost; ``low`` is that of a message of so many bytes of *gradients* in the latter, conversions
     included, and has what such a message takes from the computation. Its file is a ``cost.json`` of the former that
     holds the latter besides, and says in ``wire`` which precision that is. Where ``low`` there says nothing of what is
-    taken, messages of both take alike.
+    taken, messages of both take alike, `LowCost`.
 
     >>> cost = WireCost(LinearCost(2, 1.0, 0.5), LinearCost(2, 1.5, 0.25))
     >>> cost(10), cost.low(10)
@@ -88,30 +89,40 @@ class WireCost(Record):
         """Return the content of ``cost.json``."""
         if not self.wire:
             raise CostError("a cost of both precisions is written with the name of the lower: give wire=")
-        taken = {name: getattr(self.low, name) for name in ("taken_s", "taken_per_byte_s")}
-        return {**self.full.to_json(), "wire": self.wire, "low": {**self.low.to_json(), **taken}}
+        low = self.low.to_json()
+        if _takes_something(self.full):  # then it is known of both; a sweep says nothing of it
+            low |= {name: getattr(self.low, name) for name in ("taken_s", "taken_per_byte_s")}
+        return {**self.full.to_json(), "wire": self.wire, "low": low}
 
     @classmethod
     def from_json(cls, data: object) -> Self:
         """Make a cost from the content of ``cost.json``."""
         full, fields = cost_from_json(data), Fields(data)
-        low = _part(fields, "low")
-        if "taken_s" not in fields.child("low"):
-            low = taking_alike(low, full)
-        return cls(full, low, check_text(fields["wire"], "wire", FormatError))
+        low = LowCost(_part(fields, "low"), knows_taken="taken_s" in fields.child("low"))
+        return cls(full, low.beside(full), check_text(fields["wire"], "wire", FormatError))
 
 
-def taking_alike(low: LinearCost | PiecewiseCost, full: Cost) -> LinearCost | PiecewiseCost:
-    """Return a cost of messages in low precision that, if it takes nothing, takes what those as they are do.
+@dataclass(frozen=True, slots=True)
+class LowCost:
+    """What messages in low precision cost, by themselves, and whether it is known what they take from the computation.
 
-    A sweep on an idle machine does not see what messages take: so of one that says nothing it is not known.
-
-    >>> taking_alike(LinearCost(2, 1.0, 0.25), LinearCost(2, 1.0, 0.5, taken_s=3.0)).taken_s
-    3.0
+    A sweep on an idle machine does not see that. Its file says nothing of it, and nothing is not zero: messages that
+    were observed in training may take nothing.
     """
-    if low.taken_s or low.taken_per_byte_s:
-        return low
-    return replace(low, taken_s=taken_by(full, 0), taken_per_byte_s=_taken_per_byte_s(full))
+
+    cost: LinearCost | PiecewiseCost
+    knows_taken: bool
+
+    def beside(self, full: Cost) -> LinearCost | PiecewiseCost:
+        """Return the cost, where nothing is known taking what messages as they are take.
+
+        >>> full, low = LinearCost(2, 1.0, 0.5, taken_s=3.0), LinearCost(2, 1.0, 0.25)
+        >>> [LowCost(low, knows_taken).beside(full).taken_s for knows_taken in (False, True)]
+        [3.0, 0.0]
+        """
+        if self.knows_taken:
+            return self.cost
+        return replace(self.cost, taken_s=taken_by(full, 0), taken_per_byte_s=_taken_per_byte_s(full))
 
 
 def halved(cost: Cost) -> Cost:
@@ -127,6 +138,14 @@ def halved(cost: Cost) -> Cost:
     if isinstance(cost, PiecewiseCost):
         return replace(cost, points=tuple((2 * size, time_s) for size, time_s in cost.points))
     return _Part(cost, of_bytes=2)
+
+
+def halved_words(wire: str) -> str:
+    """Say what is assumed of messages in low precision whose cost was not measured, `halved`."""
+    return (
+        f"no cost of messages in {wire} is given: they are taken to cost what half the bytes cost, and converting "
+        "nothing; `mgwfbp measure allreduce --wire` measures it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +346,10 @@ def cheaper_cost(cost: Cost) -> Cost:
         if full.startup_s <= low.startup_s and full.per_byte_s <= low.per_byte_s:
             return replace(full, taken_s=taken_s, taken_per_byte_s=taken_per_byte_s)
     return either
+
+
+def _takes_something(cost: LinearCost | PiecewiseCost) -> bool:
+    return bool(cost.taken_s or cost.taken_per_byte_s)
 
 
 def _taken_per_byte_s(cost: Cost) -> float:

@@ -9,6 +9,7 @@ import pytest
 from mgwfbp import BenchResult, LayerTrace, ModelTrace
 from mgwfbp.cli import run
 from mgwfbp.cli.children import free_port
+from mgwfbp.runtime.strategies import STRATEGIES
 from tests.commands import mgwfbp
 from tests.train.ranks import fork_all
 
@@ -92,6 +93,12 @@ def test_wrong_usage_is_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in fails(capsys, 2, *arguments)
+
+
+def test_the_help_names_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    named = capsys.readouterr().out.replace("│", " ").replace(",", " ").replace(";", " ").replace(".", " ").split()
+    assert {*STRATEGIES, "bucket-N", "+bf16", "+fp16", "bf16-hook-N"} <= set(named)
 
 
 def test_a_trace_that_is_not_there_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:

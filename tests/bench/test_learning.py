@@ -1,8 +1,9 @@
 """What is made of observed steps: worked by hand."""
 
-from mgwfbp import Span, Timeline
-from mgwfbp.bench.learning import after_backward, undisturbed
-from mgwfbp.runtime.observe.steps import AgreedSteps
+from mgwfbp import PiecewiseCost, Span, Timeline
+from mgwfbp.bench.learning import after_backward, in_means, undisturbed
+from mgwfbp.runtime.observe.learn import Learner
+from mgwfbp.runtime.observe.steps import AgreedSteps, Gradients
 
 
 def timeline(*messages: tuple[int, float, float, float]) -> Timeline:
@@ -27,3 +28,10 @@ def test_messages_that_are_held_back_start_after_the_backward_pass() -> None:
         (1.5, 3.0, 4.0),
         (1.0, 1.5, 1.5),  # no longer than it was seen
     ]
+
+
+def test_the_few_slow_messages_count_in_either_precision() -> None:
+    swept = PiecewiseCost(2, ((0, 1e-3), (1000, 2e-3)))
+    known = Learner(Gradients("toy", ("a",), (1000,)), 2, swept, {1000: [2e-3, 2e-3, 8e-3]}, {1000: [1e-3, 1e-3, 4e-3]})
+    means = in_means(known)
+    assert [dict(cost.source["under_load"]) for cost in (means.cost, means.low_cost)] == [{1000: 4e-3}, {1000: 2e-3}]

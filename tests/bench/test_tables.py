@@ -44,7 +44,15 @@ def test_errors_are_summed_up_over_several_results() -> None:
     far = BenchResult(
         "toy", 8, "lo", 1.0, (StrategyResult.of_turns("ps", [2.0], 1.0, num_messages=1, predicted_s=1.4),)
     )
-    assert error_summary(near, far) == "error of 2 predictions: mean 17.5%, worst 30.0% (ps of toy on 8 workers)"
+    assert error_summary(near, far) == (
+        "error of 2 predictions, of the exposed communication: mean 35.0%, worst 60.0% (ps of toy on 8 workers); "
+        "of the step: mean 17.5%, worst 30.0% (ps of toy on 8 workers)"
+    )
+    hidden = BenchResult(
+        "toy", 2, "lo", 1.0, (StrategyResult.of_turns("wfbp", [1.0], 1.0, num_messages=1, predicted_s=1.1),)
+    )
+    assert "exposed" not in error_summary(hidden)
+    assert ", of the exposed communication (1 of them): mean 10.0%" in error_summary(near, hidden)
     unknown = BenchResult("toy", 2, "lo", 1.0, (StrategyResult.of_turns("ddp", [2.0], 1.0, num_messages=1),))
     assert error_summary(unknown) == "nothing was predicted"
 

@@ -10,7 +10,7 @@ import pytest
 
 from mgwfbp import PLANNERS, BenchResult, LinearCost, MergePlan, Timeline, find_plan, load_network, predict
 from mgwfbp.cli import run
-from mgwfbp.costs import WireCost, halved
+from mgwfbp.costs import LowCost, WireCost, halved
 from mgwfbp.planners import find_wire_plan, plan_wire
 from mgwfbp.report import Inputs, draw_case, find_cases, load_inputs, step_rows, summarize, timelines_of, to_perfetto
 from mgwfbp.report.inputs import KnownCost
@@ -71,7 +71,7 @@ def test_a_plan_in_low_precision_is_an_input_and_its_step_is_predicted_so(tmp_pa
     inputs = load_inputs([tmp_path / name for name in ("plan.json", "trace.json", "cost.json")])
     (case,) = find_cases(inputs)
     assert case.strategies[-1].predicted == predict(TRACE, COST, PLAN)
-    (case,) = find_cases(replace(inputs, low_cost=LOW))
+    (case,) = find_cases(replace(inputs, low_cost=LowCost(LOW, knows_taken=True)))
     assert case.strategies[-1].predicted == predict(TRACE, WireCost(COST, LOW), PLAN)
 
 
@@ -87,6 +87,16 @@ def test_the_steps_of_a_benchmark_are_marked_by_its_plan() -> None:
     assert strategy.predicted.iteration_s == predict(TRACE, both, PLAN).iteration_s
     (shown,) = side_by_side([case])
     assert [name for name, _ in shown.steps] == ["ddp", "auto+bf16"]
+
+
+def test_what_a_benchmark_learnt_to_take_nothing_is_not_taken_for_unknown() -> None:
+    full = replace(measured_cost(), taken_s=1e-3)
+    low = replace(full, taken_s=0.0)
+    for said, expected_s in ((low.to_json(), 0.0), (low.points, 1e-3)):  # older editions learnt the points alone
+        found = replace(low_bench(), cost=full, source={"low_cost": said})
+        (case,) = find_cases(Inputs(benches=(("b", found),)))
+        assert case.low_cost == replace(low, source={}, taken_s=expected_s)
+        assert case.both_costs == WireCost(full, case.low_cost)
 
 
 def test_a_strategy_that_was_not_predicted_says_nothing_of_its_bytes() -> None:

@@ -21,7 +21,7 @@ import mgwfbp.runtime.rows.shards
 from mgwfbp import DistributedDataParallel, FsdpPlan, MergePlan, ShardedOptimizer
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
-from tests.runtime.wire_ranks import by_hand
+from tests.runtime.wire_ways import by_hand
 
 WIDTH, DEPTH, STEPS = 1024, 3, 4  # gradients of 4 MiB: a message takes long enough to be missed
 

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from mgwfbp.errors import PlanError
 from mgwfbp.measure.clock import HostClock
 from mgwfbp.measure.group_buffer import device_of, raise_readably
 from mgwfbp.runtime.messages.stand_ins import Script
 from mgwfbp.runtime.observe.observer import Observer
 from mgwfbp.runtime.reducer import support
 from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.tune import room
+from mgwfbp.units import format_bytes
 from tests.runtime.models import Mlp
 
 needs_init_sync = pytest.mark.skipif(not support._QUIET, reason="torch's class talks to other ranks here")
@@ -58,6 +61,25 @@ def test_freed_buckets_go_back_to_the_system_before_new_ones_are_made_in_every_w
     monkeypatch.setattr(ctypes, "CDLL", Libc)
     handle.set_buckets([[place] for place in range(len(handle.parameters))])
     assert trims != []
+
+
+@needs_init_sync
+def test_a_plan_in_low_precision_needs_room_for_two_copies_of_its_largest_message_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = DistributedDataParallel(Mlp(), process_group=Script(), **support._QUIET)
+    handle = ReducerHandle(model)
+    first, *rest = range(len(handle.parameters))
+    needed = 2 * sum(handle.sizes[place] for place in rest)
+    monkeypatch.setattr(room, "SPARE", 0)
+    monkeypatch.setattr(room, "SPARE_BYTES", 0)
+    monkeypatch.setattr(room, "headroom_bytes", lambda _: needed)
+    buckets = [[first], rest]
+    room.check_room(handle, buckets, buckets, ("", "bfloat16"))
+    monkeypatch.setattr(room, "headroom_bytes", lambda _: needed - 1)
+    room.check_room(handle, buckets, buckets, ("bfloat16", ""))
+    with pytest.raises(PlanError, match=f"^a message in low precision would take {format_bytes(needed)} more memory"):
+        room.check_room(handle, buckets, buckets, ("", "bfloat16"))
 
 
 class Alone(Script):

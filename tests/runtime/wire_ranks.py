@@ -22,88 +22,19 @@ from mgwfbp.runtime.reducer.parameters import Parameters
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
+from tests.runtime.wire_ways import (
+    batch,
+    compare,
+    gathered,
+    local_gradients,
+    loss,
+    low_names,
+    mixed_plan,
+    own_gradients,
+    wrong_names,
+)
 
 STEPS = 3
-BITS = {"bfloat16": 8, "float16": 11}  # of a number, the leading one included
-
-
-def mixed_plan(module: nn.Module, wire: str = "bfloat16", size: int = 2) -> MergePlan:
-    """A plan of small messages, every second one in low precision."""
-    plan = make_plan(module, size)
-    return replace(plan, wire=tuple(wire if place % 2 else "" for place in range(plan.num_groups)))
-
-
-def low_names(plan: MergePlan | None) -> list[str]:
-    """The gradients that a plan sends in low precision."""
-    assert plan is not None
-    return [name for group, wire in zip(plan.groups, plan.wires, strict=True) if wire for name in group]
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def loss(output: Tensor, scale: float = 1.0) -> Tensor:
-    return scale * output.square().sum()
-
-
-def local_gradients(
-    module: nn.Module, make_batch: Callable[[int], Tensor], scale: float = 1.0
-) -> dict[str, list[Tensor]]:
-    """What each rank's gradients are, in the order of ranks, before anything is averaged."""
-    module = copy.deepcopy(module)
-    module.zero_grad()
-    loss(module(make_batch(dist.get_rank())), scale).backward()
-    return gathered({name: one.grad for name, one in module.named_parameters() if one.requires_grad})
-
-
-def gathered(mine: dict[str, Tensor | None]) -> dict[str, list[Tensor]]:
-    """The gradients of all ranks, in their order."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return {name: [theirs[name] for theirs in everybody] for name in mine}
-
-
-def by_hand(gradients: list[Tensor], wire: str) -> Tensor:
-    """The average as low precision has it: divided, rounded to so many bits, summed in fp32, rounded again."""
-    divided = torch.stack([one / len(gradients) for one in gradients])
-    return rounded(rounded(divided, BITS[wire]).float().sum(0), BITS[wire]).float()
-
-
-def rounded(numbers: Tensor, bits: int) -> Tensor:
-    mantissa, exponent = torch.frexp(numbers.double())
-    return torch.ldexp(torch.round(mantissa * 2**bits), exponent - bits)
-
-
-def compare(model: DistributedDataParallel, local: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Compare a model's gradients with what each message of its plan must give."""
-    plan = model.plan
-    assert plan is not None
-    found = {name: one.grad for name, one in model.module.named_parameters()}
-    wrong = []
-    for group, wire in zip(plan.groups, plan.wires, strict=True):
-        for name in group:
-            grad = found[name]
-            if local[name][0] is None:  # of a parameter that takes no part
-                continue
-            assert grad is not None
-            grad = grad.to_dense() if grad.is_sparse else grad
-            theirs = [one.to_dense() if one.is_sparse else one for one in local[name]]
-            if wire and grad.dtype is torch.float32 and not local[name][0].is_sparse:
-                same = torch.equal(grad, by_hand(theirs, wire))
-            else:
-                average = torch.stack(theirs).double().mean(0)
-                off = float((grad.double() - average).abs().max() / (average.abs().max() + 1e-30))
-                same = off < (1e-2 if grad.dtype is torch.bfloat16 else 1e-5)
-            wrong += [] if same else [name]
-    flat = torch.cat([one.to_dense().double().flatten() for one in found.values() if one is not None])
-    everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, flat)
-    return {"wrong": wrong, "alike": all(torch.equal(one, flat) for one in everybody), "low": len(filter_low(plan))}
-
-
-def filter_low(plan: MergePlan) -> list[str]:
-    return [wire for wire in plan.wires if wire]
 
 
 def modes() -> dict[str, Any]:
@@ -399,18 +330,22 @@ def refused() -> dict[str, Any]:
 
 
 def joined() -> dict[str, Any]:
-    """Uneven inputs: ranks that ran out of data answer for messages in low precision too."""
-    rank = dist.get_rank()
+    """Uneven inputs: ranks that ran out of data answer with zeros for messages in low precision too."""
     torch.manual_seed(5)
     module = Mlp()
     model = DistributedDataParallel(module, plan=mixed_plan(module), wire="bfloat16", broadcast_buffers=False)
-    steps = 0
+    steps = [2 + 3 * rank for rank in range(dist.get_world_size())]
+    wrong = []
     with model.join():
-        for step in range(2 + 3 * rank):
-            model(batch(step, rank)).square().sum().backward()
-            steps += 1
-    grads = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
-    return {"steps": steps, "finite": bool(grads.isfinite().all())}
+        for step in range(steps[dist.get_rank()]):
+            model.zero_grad()
+            loss(model(batch(step, dist.get_rank()))).backward()
+            theirs = [own_gradients(module, batch(step, of)) for of in range(len(steps))]
+            local = {
+                name: [one[name] * (step < most) for one, most in zip(theirs, steps, strict=True)] for name in theirs[0]
+            }
+            wrong.append(wrong_names(model, local))
+    return {"wrong": wrong}
 
 
 def groups() -> dict[str, Any]:

@@ -394,6 +394,14 @@ def test_what_converting_costs_is_measured_before_it_is_planned_and_read_where_i
     given = train_to_end(replace(config, cost=str(tmp_path / "cost.json")), tmp_path / "given")
     assert given.plan is not None
     assert not given.plan.wire
+    assert "half the bytes" not in said(tmp_path / "given")
+    LinearCost(2, 1e-6, 1e-3).save(tmp_path / "cost.json")
+    halved = train_to_end(replace(config, cost=str(tmp_path / "cost.json")), tmp_path / "halved")
+    assert halved.plan is not None
+    assert halved.plan.wire
+    assert "no cost of messages in bfloat16 is given: they are taken to cost what half the bytes" in said(
+        tmp_path / "halved"
+    )
 
 
 def test_precisions_that_a_strategy_cannot_have_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""One model on which every strategy can take its turn: `Arena`."""
+"""One model on which every strategy can take its turn: `Arena`; and a tuner that is to end its work: `settle`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,35 @@ from mgwfbp.measure.workload import Workload, run_to_loss
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.strategies import parallel
+from mgwfbp.runtime.tune.decide import GATHERS
+from mgwfbp.runtime.tune.race import Limits
 from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.trace import ModelTrace
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "settle"]
 
-# Of comparing it takes 1,200 at most, and before and after that it observes some plans.
-MAX_TUNING_STEPS = 1400
+# What a tuner takes besides comparing: it observes some plans before and after that, and ends a turn that it has begun.
+BESIDES_COMPARING = 300
+
+
+def settle(
+    model: DistributedDataParallel,
+    step: Step,
+    tune_steps: int,
+    on_steps: Callable[[int], object] = lambda _: None,
+) -> Tuning:
+    """Train until the model's tuner, which may compare plans in so many steps, has settled or given up.
+
+    Raises:
+        MeasureError: it is at work after more steps than it can need.
+    """
+    most = math.ceil((1 + GATHERS) * tune_steps) + BESIDES_COMPARING
+    for _ in range(most):
+        if model.tuning.state != "working":
+            return model.tuning
+        step()
+        on_steps(1)
+    raise MeasureError(f"the tuner is still at work after {most} steps: {model.tuning}")
 
 
 class Arena:
@@ -49,12 +72,8 @@ class Arena:
         if wire is not None:
             self._wired[wire] = DistributedDataParallel(self._workload.model, wire=wire, **self._ddp_arguments)
         model = self._planned if wire is None else self._wired[wire]
-        for _ in range(MAX_TUNING_STEPS):
-            if model.tuning.state != "working":
-                return model.tuning
-            self.step(model)
-            on_steps(1)
-        raise MeasureError(f"the tuner is still at work after {MAX_TUNING_STEPS} steps: {model.tuning}")
+        tune_steps = self._ddp_arguments.get("tune_steps", Limits().steps)
+        return settle(model, lambda: self.step(model), tune_steps, on_steps)
 
     def enter(self, contender: Contender) -> Step:
         """Make a strategy the one in force and return its step."""

@@ -12,7 +12,7 @@ from mgwfbp.errors import StrategyError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import Planner
 from mgwfbp.record import first_repeated
-from mgwfbp.runtime.strategies import plan_for, split_wire
+from mgwfbp.runtime.strategies import STRATEGIES, plan_for, split_wire
 from mgwfbp.timeline import Timeline, predict, predict_naive
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
@@ -28,6 +28,8 @@ __all__ = [
     "predict_contender",
 ]
 
+# Strategies whose messages are known when something was measured.
+MEASURED = ("auto", "ddp", "mgwfbp", "optimal", "cautious")
 # Strategies that no plan can say: each needs a wrapped model of its own.
 HOOKED = ("naive", "ps")
 # Torch's own DDP with buckets of so many MiB and its hook that sends in bf16, the sums too: bf16-hook-25.
@@ -66,11 +68,15 @@ def check_strategies(names: Sequence[str]) -> tuple[str, ...]:
         raise StrategyError(f"strategy {quote(repeated)} stands twice, expected every name once")
     toy = nn.Linear(1, 1)
     for name in names:
-        base, _ = split_wire(name)
-        if (
-            base not in ("auto", "ddp", "mgwfbp", "optimal", "cautious") and hook_mib(name) is None
-        ):  # need measurements, are known
+        if split_wire(name)[0] in MEASURED or hook_mib(name) is not None:
+            continue
+        try:
             plan_for(toy, name)
+        except StrategyError:
+            raise StrategyError(
+                f"strategy {quote(name)} is unknown, expected one of {', '.join(STRATEGIES)}, bucket-N for N MiB, all "
+                f"of these but naive and ps also with +bf16 or +fp16, or {HOOK}N for torch's own hook"
+            ) from None
     return tuple(names)
 
 

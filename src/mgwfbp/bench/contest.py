@@ -16,7 +16,7 @@ from mgwfbp.bench.turns import Schedule, take_turns
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.measure.workload import Workload
 from mgwfbp.plan import SHORT_WIRES
-from mgwfbp.ranges import MODEL_OFF
+from mgwfbp.ranges import LOW_MODEL_OFF, MODEL_OFF
 from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.runtime.strategies import split_wire
 from mgwfbp.runtime.tune.tuning import Tuning
@@ -135,7 +135,7 @@ def contest(
             "compute_turns_s": turns_s[ALONE],
             "recorded_compute_s": case.trace.compute_s,
             "learnt": learns,
-            "model_off": MODEL_OFF,  # in the ranges of predictions
+            "model_off": [MODEL_OFF, LOW_MODEL_OFF],  # in the ranges of predictions
             "predicted_before_learning_s": {
                 name: None if timeline is None else timeline.iteration_s for name, timeline in without_learning.items()
             },

@@ -5,7 +5,7 @@ once: messages wait for room on a busy processor, the computation is slowed by t
 some plans are run and observed first, and predictions are made with the cost and the trace that they showed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -20,7 +20,7 @@ from mgwfbp.timeline import Timeline
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
 
-__all__ = ["Learnt", "Terms", "after_backward", "learn", "observe", "undisturbed"]
+__all__ = ["Learnt", "Terms", "after_backward", "in_means", "learn", "observe", "undisturbed"]
 
 # A step that is longer than most by this factor was held up by something that is no part of training.
 DISTURBED = 1.3
@@ -102,10 +102,21 @@ def learn(
             continue
         terms.append(_terms(contender, seen, known.gradients.sizes_of(contender.plan.groups), recorded, swept))
     assert known is not None  # noqa: S101 - there is a contender
-    # A step is as long as all its messages together, the few slow ones too: means, where medians would leave them out.
-    known.messages_s = {size: [fmean(times_s)] * len(times_s) for size, times_s in known.messages_s.items()}
+    known = in_means(known)
     low_cost = known.low_cost if known.low_messages_s else None
     return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms), low_cost)
+
+
+def in_means(known: Learner) -> Learner:
+    """Return what was learnt with the mean of what messages of each size took, in either precision.
+
+    A step is as long as all its messages together, the few slow ones too, which the learner's medians leave out.
+    """
+
+    def means_s(seen: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+        return {size: [fmean(times_s)] * len(times_s) for size, times_s in seen.items()}
+
+    return replace(known, messages_s=means_s(known.messages_s), low_messages_s=means_s(known.low_messages_s))
 
 
 def _terms(contender: Contender, seen: Seen, sizes: Sequence[int], recorded: ModelTrace, swept: PiecewiseCost) -> Terms:

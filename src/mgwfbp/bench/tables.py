@@ -1,9 +1,23 @@
 """Results as rows of text: what a table shows, apart from how it is drawn."""
 
+from collections.abc import Sequence
+from statistics import fmean
+
 from mgwfbp.results import BenchResult, StrategyResult
 from mgwfbp.units import plural
 
-__all__ = ["beaten_by", "bench_rows", "bench_titles", "disagreements", "error_summary", "noise_summary"]
+__all__ = [
+    "beaten_by",
+    "bench_rows",
+    "bench_titles",
+    "disagreements",
+    "error_summary",
+    "exposed_errors",
+    "noise_summary",
+]
+
+# An error is relative to the exposed communication where that is more than this part of the step.
+ENOUGH_EXPOSED = 0.01
 
 
 def bench_titles(result: BenchResult) -> tuple[str, ...]:
@@ -55,16 +69,41 @@ def _row(result: BenchResult, one: StrategyResult, scale: int) -> tuple[str, ...
 
 
 def error_summary(*results: BenchResult) -> str:
-    """Say how far predictions are from what was measured, over all strategies of one or more results."""
-    errors = [
-        (abs(error), f"{name} of {result.model} on {plural(result.workers, 'worker')}")
-        for result in results
-        for name, error in result.prediction_errors.items()
+    """Say how far predictions are from what was measured, over all strategies of one or more results.
+
+    First relative to the exposed communication, which is what a prediction has to find out; then to the step, most of
+    which may be computation that the prediction is given.
+    """
+    of_step = [
+        (abs(error), _whose(name, result)) for result in results for name, error in result.prediction_errors.items()
     ]
-    if not errors:
+    if not of_step:
         return "nothing was predicted"
-    mean, (worst, which) = sum(error for error, _ in errors) / len(errors), max(errors)
-    return f"error of {len(errors)} predictions: mean {mean:.1%}, worst {worst:.1%} ({which})"
+    of_exposed = [(error, _whose(name, result)) for result in results for name, error in exposed_errors(result).items()]
+    some = "" if len(of_exposed) == len(of_step) else f" ({len(of_exposed)} of them)"
+    first = f"of the exposed communication{some}: {_mean_and_worst(of_exposed)}; " if of_exposed else ""
+    return f"error of {plural(len(of_step), 'prediction')}, {first}of the step: {_mean_and_worst(of_step)}"
+
+
+def exposed_errors(result: BenchResult) -> dict[str, float]:
+    """Return how far predictions are off, relative to the exposed communication, by strategy.
+
+    Only where more than `ENOUGH_EXPOSED` of the step is exposed: what is nearly nothing is no measure of an error.
+    """
+    return {
+        one.strategy: abs(one.predicted_s - one.measured_s) / one.exposed_s
+        for one in result.strategies
+        if one.predicted_s is not None and one.exposed_s > ENOUGH_EXPOSED * one.measured_s
+    }
+
+
+def _whose(strategy: str, result: BenchResult) -> str:
+    return f"{strategy} of {result.model} on {plural(result.workers, 'worker')}"
+
+
+def _mean_and_worst(errors: Sequence[tuple[float, str]]) -> str:
+    worst, which = max(errors)
+    return f"mean {fmean(error for error, _ in errors):.1%}, worst {worst:.1%} ({which})"
 
 
 def disagreements(first: BenchResult, second: BenchResult) -> list[tuple[str, str]]:

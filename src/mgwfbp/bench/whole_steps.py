@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
+from mgwfbp.bench.arena import settle
 from mgwfbp.bench.turns import Step
 from mgwfbp.fsdp_units import ROOT, units_of_names
 from mgwfbp.measure.workload import Workload, run_to_loss, trainable
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 SGD: Mapping[str, Any] = {"lr": 1e-3, "momentum": 0.9}
-MOST_STEPS = 1000  # in which a tuner settles
 # What people wrap by hand, of models that are compared; of others the numbered units.
 BLOCKS = ("Bottleneck", "Inception", "_DenseLayer", "EncoderBlock", "BertLayer", "GPT2Block")
 
@@ -57,7 +57,7 @@ def stock_ddp_step(work: Workload) -> Step:
 
 
 def tuned_step(work: Workload, tune_steps: int, *, is_sharded: bool) -> tuple[Step, DistributedDataParallel]:
-    """Return a step of our DDP, with a sharded optimizer or a plain one, whose tuner has settled; and the model."""
+    """Return a step of our DDP, with a sharded optimizer or a plain one, whose tuner has ended; and the model."""
     model = DistributedDataParallel(work.model, tune_steps=tune_steps)
     optimizer: torch.optim.Optimizer = (
         ShardedOptimizer(model, torch.optim.SGD, **SGD)
@@ -65,10 +65,7 @@ def tuned_step(work: Workload, tune_steps: int, *, is_sharded: bool) -> tuple[St
         else torch.optim.SGD(work.model.parameters(), **SGD)
     )
     step = whole_step(work, model, optimizer)
-    for _ in range(MOST_STEPS):
-        if model.tuning.state != "working":
-            break
-        step()
+    settle(model, step, tune_steps)
     return step, model
 
 

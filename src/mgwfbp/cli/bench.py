@@ -54,7 +54,9 @@ def bench(
     strategies: Annotated[
         str,
         typer.Option(
-            metavar="A,B,...", help="Of auto, ddp, naive, wfbp, single, bucket, bucket-N, mgwfbp, optimal, ps."
+            metavar="A,B,...",
+            help="Of auto, ddp, naive, wfbp, single, bucket, bucket-N, mgwfbp, optimal, cautious, ps; of these all but "
+            "naive and ps also with +bf16 or +fp16 behind the name; and bf16-hook-N, torch's hook with N MiB.",
         ),
     ] = "naive,wfbp,single,ps,mgwfbp,ddp,optimal,auto",
     turns: Annotated[int, typer.Option(min=1, help="How often every strategy's turn comes.")] = 5,

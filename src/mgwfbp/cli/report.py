@@ -29,8 +29,7 @@ from mgwfbp.cli.wire import (
     talk_of_low_cost,
     wire_planner,
 )
-from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import LowCost, WireCost
 from mgwfbp.errors import FileError, ReportError
 from mgwfbp.files import show_path, write_bytes, write_text
 from mgwfbp.network import PRESETS, load_network
@@ -163,17 +162,17 @@ def _planned_runs(given: Inputs) -> list[TrainingRun]:
     return [run for _, run in given.runs if run.trace is not None and run.cost is not None]
 
 
-def _with_low_cost(given: Inputs, counts: Sequence[int], low: LinearCost | PiecewiseCost | None) -> Inputs:
+def _with_low_cost(given: Inputs, counts: Sequence[int], low: LowCost | None) -> Inputs:
     """Add the cost of messages in low precision, which must be of as many workers as all that is planned for."""
     if low is None:
         return given
     run_costs = [run.cost for run in _planned_runs(given) if run.cost is not None]
     planned = {cost.workers for cost in (*(cost for _, cost in given.costs), *run_costs)}
     planned |= set(counts) if given.networks else set()
-    if others := planned - {low.workers}:
+    if others := planned - {low.cost.workers}:
         numbers = ", ".join(str(count) for count in sorted(others))
         raise typer.BadParameter(
-            f"is of {plural(low.workers, 'worker')}, what is planned for of {numbers}; give all of as many",
+            f"is of {plural(low.cost.workers, 'worker')}, what is planned for of {numbers}; give all of as many",
             param_hint="--wire-cost",
         )
     return replace(given, low_cost=low)

@@ -44,8 +44,7 @@ from mgwfbp.cli.wire import (
     talk_of_low_cost,
     wire_planner,
 )
-from mgwfbp.cost import LinearCost, PiecewiseCost
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import LowCost, WireCost
 from mgwfbp.memory import STATES
 from mgwfbp.network import ALGORITHMS, PRESETS
 from mgwfbp.plan import MergePlan
@@ -229,10 +228,10 @@ def _fastest(rows: Sequence[SweepRow], limit: int | None) -> Iterator[str]:
         yield f"{where_words(network, scale, (workers,))}: {fastest_words(here, limit)}"
 
 
-def _with_low_cost(sources: list[CostSource], counts: list[int], low: LinearCost | PiecewiseCost) -> CostSource:
-    if len(sources) != 1 or set(counts) != {low.workers}:
+def _with_low_cost(sources: list[CostSource], counts: list[int], low: LowCost) -> CostSource:
+    if len(sources) != 1 or set(counts) != {low.cost.workers}:
         raise typer.BadParameter(
-            f"is of {plural(low.workers, 'worker')}; give one --network, and that number", param_hint="--wire-cost"
+            f"is of {plural(low.cost.workers, 'worker')}; give one --network, and that number", param_hint="--wire-cost"
         )
     return WireCluster(sources[0], low)
 

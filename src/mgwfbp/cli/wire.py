@@ -7,7 +7,7 @@ import typer
 
 from mgwfbp.cli.output import talk
 from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
-from mgwfbp.costs import WireCost, taking_alike
+from mgwfbp.costs import LowCost, WireCost, halved_words
 from mgwfbp.files import naming, read_json
 from mgwfbp.planners import Planner, plan_wire
 from mgwfbp.planners.wire import DEFAULT_TOLERANCE
@@ -50,7 +50,7 @@ WireTolerance = Annotated[
 ]
 
 
-def read_low_cost(wire: str | None, path: str | None) -> LinearCost | PiecewiseCost | None:
+def read_low_cost(wire: str | None, path: str | None) -> LowCost | None:
     """Return the cost of messages in low precision, None where it is not given."""
     if path is None:
         return None
@@ -58,36 +58,34 @@ def read_low_cost(wire: str | None, path: str | None) -> LinearCost | PiecewiseC
         raise typer.BadParameter("needs --wire, the precision whose cost it is", param_hint="--wire-cost")
     data = read_json(path)
     with naming(path):
-        if "low" not in Fields(data):  # a cost by itself, of messages in low precision by the bytes of gradients
-            return cost_from_json(data)
+        fields = Fields(data)
+        if "low" not in fields:  # a cost by itself, of messages in low precision by the bytes of gradients
+            return LowCost(cost_from_json(data), knows_taken="taken_s" in fields)
         both = WireCost.from_json(data)
     if both.wire != wire:
         raise typer.BadParameter(f"{path} is of {both.wire}, and --wire is {wire}", param_hint="--wire-cost")
-    return both.low
+    return LowCost(both.low, knows_taken="taken_s" in fields.child("low"))
 
 
 def talk_of_low_cost(wire: str | None, *, is_known: bool) -> None:
     """Say what is assumed of messages in low precision, where it was not measured."""
     if wire is not None and not is_known:
-        talk(
-            f"no cost of messages in {wire} is given: they are taken to cost what half the bytes cost, and converting "
-            "nothing; `mgwfbp measure allreduce --wire` measures it"
-        )
+        talk(halved_words(wire))
 
 
 def with_low_cost(
-    cost: LinearCost | PiecewiseCost | WireCost, low: LinearCost | PiecewiseCost | None
+    cost: LinearCost | PiecewiseCost | WireCost, low: LowCost | None
 ) -> LinearCost | PiecewiseCost | WireCost:
     """Return the cost of both precisions, where both are given."""
     if low is None:
         return cost
-    if low.workers != cost.workers:
+    if low.cost.workers != cost.workers:
         raise typer.BadParameter(
-            f"is of {plural(low.workers, 'worker')}, --cost of {cost.workers}; give both of as many",
+            f"is of {plural(low.cost.workers, 'worker')}, --cost of {cost.workers}; give both of as many",
             param_hint="--wire-cost",
         )
     full = cost.full if isinstance(cost, WireCost) else cost
-    return WireCost(full, taking_alike(low, full))
+    return WireCost(full, low.beside(full))
 
 
 def wire_planner(wire: str, tolerance: float | None) -> Planner:

@@ -17,6 +17,7 @@ two round nothing. Numbers keep all bits down to 2^-28 of the largest of their m
 none overflows that fp32 holds. Where something is not finite, k is 0.
 """
 
+import math
 from collections import deque
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from mgwfbp.measure.halves import exchange, queue_collective, wait_for
 
-__all__ = ["average_in"]
+__all__ = ["average_in", "extra_bytes"]
 
 # On a CPU messages are converted, sent and summed in blocks of so many numbers.
 BLOCK = 2**19
@@ -44,9 +45,32 @@ def average_in(dtype: torch.dtype, message: Tensor, group: Any) -> None:
     """
     if not message.numel():
         return
-    if not message.is_cuda:
-        _average_on_host(dtype, message, group)
-        return
+    average = _average_whole if message.is_cuda else _average_on_host
+    average(dtype, message, group)
+
+
+def extra_bytes(dtype: torch.dtype, message_bytes: int, world: int, device: torch.device) -> int:
+    """Return the memory that `average_in` takes at once, besides the message.
+
+    On a GPU, in parts of the message and with N ranks: what is sent and what is received, a half each; a sum in fp32,
+    1/N. In bfloat16 the sum is converted then, into half as much. float16 has been multiplied before, in fp32, and that
+    copy of the whole message is there until it is summed.
+
+    On a CPU blocks are converted one by one, which is a message and a block; but processes grew by up to two messages.
+
+    >>> [extra_bytes(torch.float16, 1000, 2, torch.device(kind)) for kind in ("cpu", "cuda")]
+    [2000, 2500]
+    >>> extra_bytes(torch.bfloat16, 1000, 2, torch.device("cuda"))
+    1750
+    """
+    if device.type != "cuda":
+        return 2 * message_bytes
+    summing = 1 + 1 / world if dtype is torch.float16 else 1.5 / world
+    return math.ceil((1 + summing) * message_bytes)
+
+
+def _average_whole(dtype: torch.dtype, message: Tensor, group: Any) -> None:
+    """Do it with two collectives, queued on the current stream; what it holds at once is counted by `extra_bytes`."""
     low = _lowered(message, dtype, group.size())
     received = torch.empty_like(low)
     queue_collective(dist.all_to_all_single, received.view(torch.uint8), low.view(torch.uint8), group)

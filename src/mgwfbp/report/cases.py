@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mgwfbp.costs import WireCost, taking_alike
+from mgwfbp.costs import WireCost
 from mgwfbp.network import Network
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.ranges import predict_range
@@ -83,7 +83,7 @@ class Case:
         """The cost, with that of messages in low precision where it is known for as many workers."""
         if self.cost is None or self.low_cost is None or self.cost.workers != self.low_cost.workers:
             return self.cost
-        return WireCost(self.cost, taking_alike(self.low_cost, self.cost))
+        return WireCost(self.cost, self.low_cost)
 
     @property
     def title(self) -> str:

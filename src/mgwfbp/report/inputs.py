@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
-from mgwfbp.costs import ShardedCost, WireCost
+from mgwfbp.costs import LowCost, ShardedCost, WireCost
 from mgwfbp.errors import FormatError, ReportError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan
@@ -63,11 +63,12 @@ class Inputs:
     fsdp_steps: tuple[Named[FsdpStep], ...] = ()  # observed, of profiles
     halves: tuple[Named[ShardedCost], ...] = ()  # costs that know those of reduce-scatters and gathers, named as theirs
     lows: tuple[Named[WireCost], ...] = ()  # costs that know that of messages in low precision, named as theirs
-    low_cost: KnownCost | None = None  # of messages in low precision, where it was given apart
+    low_cost: LowCost | None = None  # of messages in low precision, where it was given apart
 
-    def low_of(self, name: str) -> KnownCost | None:
+    def low_of(self, name: str) -> LowCost | None:
         """Return what messages in low precision cost beside a cost of this name, where that is known."""
-        return self.low_cost or next((both.low for label, both in self.lows if label == name), None)
+        lows = (LowCost(both.low, knows_taken=True) for label, both in self.lows if label == name)
+        return self.low_cost or next(lows, None)
 
     @property
     def descriptions(self) -> tuple[tuple[str, str, str], ...]:

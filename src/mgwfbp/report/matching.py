@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mgwfbp.cost import Cost, PiecewiseCost
-from mgwfbp.costs import WireCost, full_precision_cost, taking_alike
+from mgwfbp.costs import LowCost, WireCost, full_precision_cost
 from mgwfbp.errors import MgwfbpError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
@@ -38,12 +38,14 @@ def find_cases(
     cases += _run_cases(inputs, planners)
     for _, trace in inputs.traces:
         for name, cost in inputs.costs:
-            case = Case(trace.model, _where(name, cost), cost.workers, (), trace, cost, low_cost=inputs.low_of(name))
+            low_cost = _beside(cost, inputs.low_of(name))
+            case = Case(trace.model, _where(name, cost), cost.workers, (), trace, cost, low_cost=low_cost)
             cases.append(_with_plans(_planned(case, planners), inputs))
         for _, network in inputs.networks:
             for count in workers:
                 cost = network.cost(count)
-                case = Case(trace.model, network.name, count, (), trace, cost, network, low_cost=inputs.low_cost)
+                low_cost = _beside(cost, inputs.low_cost)
+                case = Case(trace.model, network.name, count, (), trace, cost, network, low_cost=low_cost)
                 cases.append(_with_plans(_planned(case, planners), inputs))
     for name, timeline in inputs.timelines:
         _add_timeline(cases, name, timeline)
@@ -109,16 +111,26 @@ def _marked(timeline: Timeline | None, plan: MergePlan | None) -> Timeline | Non
     return replace(timeline, messages=tuple(spans))
 
 
-def _learnt_low(said: Any, cost: Cost | None) -> KnownCost | None:
-    """Return the cost of messages in low precision that a free-form field has, or the points of, if it does."""
+def _beside(cost: KnownCost | None, low: LowCost | None) -> KnownCost | None:
+    """Return what messages in low precision cost beside others, where both are known."""
+    return None if cost is None or low is None else low.beside(cost)
+
+
+def _learnt_low(said: Any, cost: KnownCost | None) -> KnownCost | None:
+    """Return the cost of messages in low precision that a free-form field has, if it does.
+
+    Older editions wrote its points alone, and did not learn what such messages take from the computation.
+    """
     if cost is None or not said:
         return None
-    fields = said if isinstance(said, Mapping) else {"points": said}
+    is_whole = isinstance(said, Mapping)
+    fields = said if is_whole else {"points": said}
     taken = {name: fields.get(name, 0.0) for name in ("taken_s", "taken_per_byte_s")}
     try:
-        return PiecewiseCost(cost.workers, fields.get("points", ()), **taken)
+        low = PiecewiseCost(cost.workers, fields.get("points", ()), **taken)
     except MgwfbpError:
         return None
+    return LowCost(low, knows_taken=is_whole).beside(cost)
 
 
 # ---- benchmarks
@@ -188,7 +200,7 @@ def _own_prediction(run: TrainingRun) -> Timeline | None:
     if run.predicted is not None:
         return _marked(run.predicted, run.plan)
     cost, low_cost = _cost(run), _learnt_low_cost(run)
-    both = WireCost(cost, taking_alike(low_cost, cost)) if cost and low_cost else cost
+    both = WireCost(cost, low_cost) if cost and low_cost else cost
     return _predicted(run.plan, run.trace, both)
 
 
@@ -198,11 +210,11 @@ def _learnt_low_cost(run: TrainingRun) -> KnownCost | None:
     return _learnt_low((run.tuning or {}).get("low_cost"), _cost(run))
 
 
-def _run_case(runs: Sequence[Named[TrainingRun]], low_cost: KnownCost | None) -> Case:
+def _run_case(runs: Sequence[Named[TrainingRun]], given: LowCost | None) -> Case:
     """Make one case of runs, at most one of which has a trace and a cost."""
     known = next((run for _, run in runs if _measured_both(run)), runs[0][1])
     trace, cost = known.trace, _cost(known)
-    low_cost = low_cost or _learnt_low_cost(known)
+    low_cost = _beside(cost, given) or _learnt_low_cost(known)
     key = _key(runs[0][1])
     assert key is not None  # noqa: S101  # others were left out
     model, workers = key

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
-from mgwfbp.costs import WireCost, full_precision_cost, taking_alike
+from mgwfbp.costs import LowCost, WireCost, full_precision_cost
 from mgwfbp.errors import SimulationError
 from mgwfbp.network import Network
 from mgwfbp.record import check_count, check_text
@@ -140,7 +140,7 @@ class WireCluster:
     """Workers of whom it was also measured what messages in low precision take."""
 
     source: CostSource
-    low: LinearCost | PiecewiseCost
+    low: LowCost
 
     @property
     def name(self) -> str:
@@ -152,7 +152,7 @@ class WireCluster:
         full = full_precision_cost(self.source.cost(workers))
         if not isinstance(full, LinearCost | PiecewiseCost):
             raise SimulationError(f"{quote(self.name)} has a cost that is neither linear nor piecewise")
-        return WireCost(full, taking_alike(self.low, full))
+        return WireCost(full, self.low.beside(full))
 
     def parameter_server_cost(self, workers: int, *, servers: int) -> Cost:
         """Return the cost of a push to, and a pull from, ``servers`` parameter servers."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mgwfbp.cost import Cost
-from mgwfbp.costs import cost_with_low
+from mgwfbp.costs import WireCost, cost_with_low, halved_words
 from mgwfbp.errors import TrainError
 from mgwfbp.files import naming, read_json
 from mgwfbp.measure.agreement import agree_on_trace, together
@@ -30,7 +30,7 @@ from mgwfbp.train.config import TrainConfig
 from mgwfbp.train.models import build_model, classification_loss
 from mgwfbp.units import quote
 
-__all__ = ["Wrapped", "check_strategy", "needs_measuring", "wrap"]
+__all__ = ["Wrapped", "assumed_words", "check_strategy", "needs_measuring", "wrap"]
 
 # Strategies whose planners need a trace and a cost.
 _PLANNED = ("mgwfbp", "optimal", "cautious")
@@ -79,6 +79,14 @@ def _load_cost(config: TrainConfig) -> Cost | None:
 
 def _is_planned(config: TrainConfig) -> bool:
     return split_wire(config.strategy)[0] in _PLANNED
+
+
+def assumed_words(config: TrainConfig, cost: Cost | None) -> str:
+    """Say what a plan of both precisions was made without; empty where there was its cost, or no such plan."""
+    wire = _wire_of(config)
+    if wire is None or cost is None or isinstance(cost, WireCost) or not _is_planned(config):
+        return ""
+    return halved_words(wire)
 
 
 def needs_measuring(config: TrainConfig) -> bool:

@@ -27,7 +27,7 @@ from mgwfbp.train.models import build_model
 from mgwfbp.train.rng import restore_rng, seed_rng
 from mgwfbp.train.sampler import TrainBatches, ValidBatches
 from mgwfbp.train.seeds import mixed_seed
-from mgwfbp.train.strategy import Wrapped, check_strategy, needs_measuring, wrap
+from mgwfbp.train.strategy import Wrapped, assumed_words, check_strategy, needs_measuring, wrap
 from mgwfbp.train.votes import StopVote
 from mgwfbp.train.watching import CommunicationWatch
 from mgwfbp.train.writer import RunWriter, SilentWriter, describe_environment
@@ -118,7 +118,7 @@ def run_worker(
         plan_before=checkpoint.plan if checkpoint and keeps_plan else None,
         is_tuned=is_tuned,
     )
-    if words := padding_words(wrapped.cost):
+    for words in filter(None, (padding_words(wrapped.cost), assumed_words(config, wrapped.cost))):
         listener.say(words)
     hosts = gather(platform.node(), group)
     outlet = Outlet(SilentWriter(), Listener(), None)

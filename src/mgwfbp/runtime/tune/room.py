@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from mgwfbp.errors import PlanError
+from mgwfbp.measure.low import extra_bytes
+from mgwfbp.runtime.messages.wire import dtype_of
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.parameters import Buckets
 from mgwfbp.units import format_bytes
@@ -22,8 +24,8 @@ def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: S
 
     Old buckets are freed before new ones are made. But gradients that are views of buckets keep these until they have
     been moved, bucket by bucket: the largest old and the largest new one are there at the same time. And a message in
-    low precision is there three times while it travels: in fp32, and in 16 bits what is sent and what is received,
-    which are allocated in the backward pass, where a failure on one rank would leave the others in the message.
+    low precision needs `extra_bytes` while it travels, which are allocated in the backward pass, where a failure on one
+    rank would leave the others in the message.
 
     Args:
         reducer: of this rank.
@@ -36,8 +38,16 @@ def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: S
     """
     old, new = ([sum(reducer.sizes[place] for place in bucket) for bucket in some] for some in (before, after))
     moved = max(old) + max(new) if reducer.ddp.gradient_as_bucket_view else 0
-    low = max((num_bytes for num_bytes, wire in zip(new, wires, strict=bool(wires)) if wire), default=0)
-    unused = headroom_bytes(reducer.parameters[0].device)
+    device, world = reducer.parameters[0].device, reducer.ddp.process_group.size()
+    low = max(
+        (
+            extra_bytes(dtype_of(wire), num_bytes, world, device)
+            for num_bytes, wire in zip(new, wires, strict=bool(wires))
+            if wire
+        ),
+        default=0,
+    )
+    unused = headroom_bytes(device)
     spare = max(0.0, unused + max(SPARE_BYTES, SPARE * sum(reducer.sizes)))
     left = format_bytes(spare)
     if moved > spare:
