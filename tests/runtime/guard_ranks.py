@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.nn.utils import prune
@@ -252,6 +252,14 @@ def captured() -> dict[str, Any]:
     }
 
 
+def remembering(state: dict[int, Tensor], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Add what was sent of a bucket last, as a hook does that makes up for what it left out."""
+    if bucket.index() in state:
+        bucket.buffer().add_(state[bucket.index()])
+    state[bucket.index()] = bucket.buffer().clone()
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+
 def hooked() -> dict[str, Any]:
     """A hook that keeps state per bucket, registered while other buckets than torch's are tried."""
     ours, torchs = on_trial()
@@ -262,8 +270,7 @@ def hooked() -> dict[str, Any]:
         loss_of(stock, number).backward()
     gradients: list[list[Any]] = []
     for model in (stock, ours):
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        model.register_comm_hook({}, remembering)
         for number in range(6):
             model.zero_grad()
             loss_of(model, number).backward()

@@ -86,7 +86,7 @@ def test_a_settled_model_that_is_captured_is_no_longer_watched(ranks: list[Any])
 def test_a_hook_with_state_per_bucket_meets_no_bucket_of_a_plan_on_trial(ranks: list[Any]) -> None:
     for found in (told["hooked"] for told in ranks):
         assert found["groups"] == [True, True]  # others were tried; torch's are back
-        assert found["tuning"] == ["off", "the communication hook powerSGD_hook may keep state per bucket"]
+        assert found["tuning"] == ["off", "the communication hook remembering may keep state per bucket"]
         assert (found["same"], found["left"]) == (True, [])
 
 

@@ -424,7 +424,7 @@ def looks_again() -> dict[str, Any]:
             for model in (ours, stock):
                 with model.join():
                     train(model, vectors, 1 + dist.get_rank(), first=first)
-                    in_join = repr(ours.tuning)
+                    in_join = in_join or repr(ours.tuning)
             stock._join_config = type(stock._join_config).construct_disabled_join_config()  # torch leaves it set
         is_slow = state == ("settled", 0) and first - ours.tuning.steps > 20 and dist.get_rank() == 1
         time.sleep(0.05 if is_slow else 0.0)
