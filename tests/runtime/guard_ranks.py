@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.nn.utils import prune
@@ -25,6 +26,7 @@ from tests.runtime.odd_ranks import Deep
 from tests.runtime.tuner_ranks import left_on, tuned, vectors
 
 STEPS = 40
+SETTLED_STEPS = 160  # by then the tuner has settled
 
 
 def loss_of(model: Any, number: int) -> Tensor:
@@ -214,25 +216,70 @@ def counted() -> dict[str, Any]:
     return found
 
 
-def captured() -> dict[str, Any]:
-    """A model that is captured in a CUDA graph while a plan is on trial, as far as it can be told it is."""
-    model = tuned(Deep())
+def on_trial() -> tuple[DistributedDataParallel, Any]:
+    """Return a model whose tuner is trying other buckets than torch's, and torch's."""
+    torch.manual_seed(1)
+    model, torchs = tuned(Deep()), None
     for number in range(STEPS):
         loss_of(model, number).backward()
-        if model.plan is not None and model.plan.planner == "on trial" and number > 20:
+        assert model.plan is not None
+        if model.plan.planner == "ddp":
+            torchs = model.plan.groups
+        elif model.plan.groups != torchs:
             break
-    tuner, groups = model._self_tuning.tuner, model.plan.groups if model.plan else None
-    assert tuner is not None
-    tuner.device = torch.device("cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        loss_of(model, 0).backward()
+    return model, torchs
+
+
+def captured() -> dict[str, Any]:
+    """Models that are captured in a CUDA graph, as far as they can be told they are: on trial, and settled."""
+    model, settled = on_trial()[0], tuned(Deep())
+    for number in range(SETTLED_STEPS):
+        loss_of(settled, number).backward()
+    groups, watched = model.plan.groups if model.plan else None, settled._self_tuning.drift is not None
+    for one in (model, settled):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one, "device", torch.device("cuda"))
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            loss_of(one, 0).backward()
     plan = model.plan
     return {
         "reason": model.tuning.reason,
         "planner": plan.planner if plan else None,
         "same": plan is not None and plan.groups == groups,
         "left": left_on(model),
+        "watched": [watched, settled._self_tuning.drift is not None],
+        "problem": settled.tuning.problem,
+    }
+
+
+def remembering(state: dict[int, Tensor], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Add what was sent of a bucket last, as a hook does that makes up for what it left out."""
+    if bucket.index() in state:
+        bucket.buffer().add_(state[bucket.index()])
+    state[bucket.index()] = bucket.buffer().clone()
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+
+def hooked() -> dict[str, Any]:
+    """A hook that keeps state per bucket, registered while other buckets than torch's are tried."""
+    ours, torchs = on_trial()
+    tried = ours.plan.groups if ours.plan else None
+    torch.manual_seed(1)
+    stock = StockDdp(Deep())
+    for number in range(3):  # torch makes its final buckets in one of them
+        loss_of(stock, number).backward()
+    gradients: list[list[Any]] = []
+    for model in (stock, ours):
+        model.register_comm_hook({}, remembering)
+        for number in range(6):
+            model.zero_grad()
+            loss_of(model, number).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    return {
+        "groups": [tried != torchs, ours.plan is not None and ours.plan.groups == torchs],
+        "tuning": [ours.tuning.state, ours.tuning.reason],
+        "same": all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)),
+        "left": left_on(ours),
     }
 
 
@@ -244,7 +291,7 @@ def deleted() -> dict[str, Any]:
     try:
         for name, arguments, steps in (
             ("tuning", {}, 25),
-            ("settled", {}, 160),
+            ("settled", {}, SETTLED_STEPS),
             ("planned", {"plan": make_plan(Deep(), 3)}, 3),
         ):
             model = tuned(Deep(), **arguments)
@@ -311,7 +358,7 @@ def subgroup() -> dict[str, Any]:
     group = dist.new_group([1, 0])
     assert isinstance(group, dist.ProcessGroup)
     model = tuned(Deep(), process_group=group)
-    for number in range(160):
+    for number in range(SETTLED_STEPS):
         loss_of(model, number).backward()
     plan = model.plan
     return {"state": model.tuning.state, "plan": plan.to_json()["groups"] if plan else None}
@@ -340,7 +387,8 @@ def beside_stock() -> dict[str, Any]:
         before = calls()
         wrapper(Deep())
         made.append(calls() - before)
-    ways: list[list[Callable[..., Any]]] = [[StockDdp, StockDdp], [StockDdp, untuned], [untuned, StockDdp]]
+    mixed = [untuned, StockDdp]
+    ways: list[list[Callable[..., Any]]] = [[StockDdp, StockDdp], mixed[::-1], mixed, mixed]
     results: list[list[Tensor]] = []
     for way in ways:
         torch.manual_seed(1)
@@ -352,7 +400,7 @@ def beside_stock() -> dict[str, Any]:
             optimizer.step()
         results.append([parameter.detach() for parameter in model.parameters()])
     same = [all(torch.equal(a, b) for a, b in zip(results[0], some, strict=True)) for some in results[1:]]
-    return {"collectives": made, "same": same}
+    return {"collectives": made, "same": same, "number": tuned(Deep())._number}
 
 
 def untuned(module: nn.Module) -> DistributedDataParallel:
@@ -433,6 +481,7 @@ SCENARIOS = {
     "replanned_static": replanned_static,
     "generic_join": generic_join,
     "captured": captured,
+    "hooked": hooked,
     "counted": counted,
     "deleted": deleted,
     "two_models": two_models,

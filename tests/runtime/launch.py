@@ -5,15 +5,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mgwfbp.runtime.messages.gloo import destroy_process_group, init_process_group
 from tests.forking import run_module
 
 Scenario = Callable[[], dict[str, Any]]
+TORCHS_GLOO = "TEST_TORCHS_GLOO"
 
 
 def run_ranks(
@@ -36,11 +39,16 @@ def let_ranks_end(
 
 
 def be_rank(scenarios: Mapping[str, Scenario]) -> None:
-    """Join the other ranks, run the scenarios that the command line names, and write what each returns."""
+    """Join the other ranks, run the scenarios that the command line names, and write what each returns.
+
+    Over gloo with one thread, or with `TORCHS_GLOO` in the environment over torch's own.
+    """
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    torchs: Callable[..., None] = partial(dist.init_process_group, "gloo")
+    join = torchs if TORCHS_GLOO in os.environ else init_process_group
+    join(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20))
     run_scenarios(scenarios)
     destroy_process_group()
 

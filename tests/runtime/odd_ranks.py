@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
@@ -183,10 +184,47 @@ def frozen_copy() -> dict[str, Any]:
     return {"warnings": [str(one.message) for one in seen], "planner": planner, "losses": len(losses)}
 
 
+def late() -> dict[str, Any]:
+    """Models that are not tuned, asked for their buckets when parameters have been frozen or thawed."""
+    found: dict[str, Any] = {}
+    for way, make in (("thawed", half_frozen), ("frozen", Deep)):
+        model = DistributedDataParallel(make(), tune=False)
+        train(model, vectors, 2)
+        model.module[2].requires_grad_(way == "thawed")
+        plan = make_plan(model.module, 3)
+        found[way] = [raised(lambda: model.replan(plan)), told(model), model.plan]  # noqa: B023 - called at once
+        model.module[2].requires_grad_(way == "frozen")  # as it was
+        found[f"{way} and back"] = [model.plan is not None, len(train(model, vectors, 2))]
+    return found
+
+
+def seen_by_some() -> dict[str, Any]:
+    """What ranks are told of which one asks for what it has not observed; and whether they are in step afterwards."""
+    model = DistributedDataParallel(Deep(), plan=make_plan(Deep(), 3))
+    with model.observe() as nothing:
+        pass
+    with model.observe() as seen:
+        train(model, vectors, 1)
+    with model.observe(notes=("plain",)) as noted:
+        train(model, vectors, 1)
+    if dist.get_rank() == 1:
+        seen = noted = nothing
+    found: dict[str, Any] = {"trace": raised(seen.agreed_trace), "notes": raised(noted.agreed)}
+    dist.all_reduce(total := torch.ones(1))
+    return {**found, "in step": total.item()}
+
+
 def told(model: DistributedDataParallel, **arguments: Any) -> str:
-    try:
+    def observe() -> None:
         with model.observe(**arguments):
             pass
+
+    return raised(observe)
+
+
+def raised(work: Callable[[], object]) -> str:
+    try:
+        work()
     except MgwfbpError as error:
         return str(error)
     return ""
@@ -198,6 +236,8 @@ SCENARIOS = {
     "adversaries": adversaries,
     "observing": observing,
     "frozen_copy": frozen_copy,
+    "late": late,
+    "seen_by_some": seen_by_some,
 }
 
 if __name__ == "__main__":

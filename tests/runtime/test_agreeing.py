@@ -1,10 +1,13 @@
 """What two ranks agree on of steps that each observed on its own: worked by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mgwfbp import ModelTrace
+from mgwfbp import MeasureError, ModelTrace
+from mgwfbp.runtime.observe.steps import PackedSteps
+from tests.runtime.agreeing_ranks import GRADIENTS, SEEN
 from tests.runtime.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
@@ -48,6 +51,14 @@ def test_of_a_message_that_a_rank_sent_at_once_the_last_ranks_time_counts(ranks:
 
 def test_of_one_that_waited_behind_another_on_every_rank_the_mean_counts(ranks: list[Any]) -> None:
     assert ranks[0]["agreed"]["message_s"][0][1] == 2.0
+
+
+def test_a_rank_that_knows_of_no_message_when_it_arrived_has_nothing_to_reduce() -> None:
+    # It would give fewer numbers than the others, which wait for as many as they have.
+    steps = [replace(step, messages=()) for step in SEEN[0]]
+    assert PackedSteps.of(steps, GRADIENTS, [1, 2], "plain").num_messages == 0
+    with pytest.raises(MeasureError, match=r"did not arrive$"):
+        PackedSteps.of(steps, GRADIENTS, [1, 2], "messages")
 
 
 def test_what_a_rank_says_while_it_tunes_does_not_grow_with_the_number_of_ranks(

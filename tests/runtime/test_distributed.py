@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from mgwfbp import DistributedDataParallel, PlanError
 from tests.runtime.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
@@ -13,6 +15,13 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 def run(scenario: str, folder: Path, world: int) -> list[Any]:
     """Run a scenario of tests/runtime/ranks.py and return what each rank wrote."""
     return [found[scenario] for found in run_ranks("tests.runtime.ranks", [scenario], folder, world)]
+
+
+@pytest.mark.parametrize("name", ["tune_steps", "retune_steps"])
+@pytest.mark.parametrize("steps", [None, -5, 1.5, "20"])
+def test_a_number_of_steps_that_is_none_is_refused_before_ranks_meet(name: str, steps: Any) -> None:
+    with pytest.raises(PlanError, match=f"^{name} is .*, expected a whole number"):
+        DistributedDataParallel(nn.Linear(2, 2), **{name: steps})
 
 
 @pytest.fixture(scope="module")

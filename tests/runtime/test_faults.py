@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgwfbp.runtime.tune.self_tuning import NOT_COUNTED
 from tests.runtime.fault_ranks import MODES, ODD, STEPS, WAYS
 from tests.runtime.launch import run_ranks
 
@@ -139,8 +140,11 @@ def test_buckets_that_are_made_when_a_step_begins_are_made_again_where_that_fail
 def test_steps_that_cannot_be_watched_for_change_are_trained(pair: list[Any]) -> None:
     for rank, found in enumerate(told["watching"] for told in pair):
         check_training_is_stocks(found, 2)
-        problem = "steps are not watched for change: RuntimeError: no store" if rank == ODD else ""
-        assert (found["state"], found["problem"]) == ("settled", problem)
+        assert found["state"] == "settled"
+        not_watched = "steps are not watched for change: "
+        # Older torch does not count our group's collectives.
+        problems = [f"{not_watched}RuntimeError: no store"] if rank == ODD else ["", f"{not_watched}{NOT_COUNTED}"]
+        assert found["problem"] in problems
 
 
 def test_low_precision_that_cannot_be_sent_is_not_tried_and_ranks_do_not_wait_for_their_timeout(

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
 from mgwfbp.measure.clock import HostClock
-from mgwfbp.measure.group_buffer import device_of, raise_readably
+from mgwfbp.measure.group_buffer import device_of, on_device, raise_readably
 from mgwfbp.runtime.messages.stand_ins import Script
 from mgwfbp.runtime.observe.observer import Observer
 from mgwfbp.runtime.reducer import support
-from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.reducer.handle import ReducerHandle, held_buckets
 from mgwfbp.runtime.tune import room
 from mgwfbp.units import format_bytes
 from tests.runtime.models import Mlp
@@ -49,18 +51,20 @@ def test_freed_buckets_go_back_to_the_system_before_new_ones_are_made_in_every_w
     if way == "hook":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     handle = ReducerHandle(model)
-    trims: list[int] = []
+    old = [StorageWeakRef(bucket.buffer().untyped_storage()) for bucket in held_buckets(model)]
+    are_free: list[bool] = []
 
     class Libc:
         def __init__(self, _: None) -> None:
             pass
 
-        def malloc_trim(self, left: int) -> None:
-            trims.append(left)
+        def malloc_trim(self, _: int) -> None:
+            are_free.extend(bucket.expired() for bucket in old)
 
     monkeypatch.setattr(ctypes, "CDLL", Libc)
     handle.set_buckets([[place] for place in range(len(handle.parameters))])
-    assert trims != []
+    assert are_free
+    assert all(are_free)
 
 
 @needs_init_sync
@@ -131,21 +135,56 @@ def test_a_step_ends_in_the_thread_that_trains_it_though_another_thread_is_in_a_
     assert len(first.observer.take()) == len(second.observer.take()) == 1
 
 
-class Group:
-    """What torch says of a process group."""
+class Backend:
+    """What torch says of a backend."""
 
-    def __init__(self, *kinds: str) -> None:
-        self._device_types = [torch.device(kind) for kind in kinds]
+    def __init__(self, name: str) -> None:
+        self.name = lambda: name
+
+
+class Group:
+    """What torch says of a process group: its backends by the kind of a device."""
+
+    def __init__(self, **backends: str) -> None:
+        self._device_types = [torch.device(kind) for kind in backends]
+        self._get_backend = lambda device: Backend(backends[device.type])
 
 
 @pytest.mark.parametrize(
-    ("kinds", "kind"), [((), "cpu"), (("cpu", "cuda"), "cpu"), (("xpu", "cpu"), "cpu"), (("xpu",), "xpu")]
+    ("backends", "kind"),
+    [
+        ({}, "cpu"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu"),
+        ({"xpu": "xccl", "cpu": "gloo"}, "cpu"),
+        ({"xpu": "xccl"}, "xpu"),
+    ],
 )
 def test_ranks_talk_on_the_host_where_the_group_can_and_else_on_its_first_device(
-    kinds: tuple[str, ...], kind: str
+    backends: dict[str, str], kind: str
 ) -> None:
-    group: Any = Group(*kinds)
+    group: Any = Group(**backends)
     assert device_of(group).type == kind
+
+
+@pytest.mark.parametrize(
+    ("backends", "model", "kind"),
+    [
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda", "cuda"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu", "cpu"),
+        ({"cpu": "gloo", "cuda": "gloo"}, "cuda", "cpu"),
+        ({"cpu": "gloo"}, "cuda", "cpu"),
+        ({}, "cuda", "cpu"),
+    ],
+)
+def test_ranks_talk_about_a_model_through_the_backend_of_its_messages_where_the_host_has_another(
+    monkeypatch: pytest.MonkeyPatch, backends: dict[str, str], model: str, kind: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())  # also where there is no GPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group: Any = Group(**backends)
+    with on_device(torch.device(model)):
+        assert device_of(group).type == kind
+    assert device_of(group).type == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks met."""
-    scenarios = ["ways", "unseen", "adversaries", "observing", "frozen_copy"]
+    scenarios = ["ways", "unseen", "adversaries", "observing", "frozen_copy", "late", "seen_by_some"]
     return run_ranks("tests.runtime.odd_ranks", scenarios, tmp_path_factory.mktemp("ranks"), 2)
 
 
@@ -57,3 +57,18 @@ def test_a_copy_with_other_frozen_parameters_trains_without_the_plan_and_says_so
         (warning,) = found["warnings"]
         assert warning.startswith("the plan is not used and DDP's own buckets are: it is a copy's")
         assert (found["planner"], found["losses"]) == ("ddp", 3)
+
+
+def test_what_was_frozen_or_thawed_after_wrapping_is_not_taken_for_the_reducers(two_ranks: list[Any]) -> None:
+    changed = "parameters were frozen, thawed or replaced since the model was wrapped: wrap it again"
+    for found in (told["late"] for told in two_ranks):
+        for way in ("thawed", "frozen"):
+            assert found[way] == [f"no plan can be held: {changed}", f"cannot observe: {changed}", None]
+            assert found[f"{way} and back"] == [True, 2]
+
+
+def test_where_one_rank_has_observed_nothing_all_are_told_so_and_none_waits(two_ranks: list[Any]) -> None:
+    for found in (told["seen_by_some"] for told in two_ranks):
+        for asked in ("trace", "notes"):
+            assert found[asked].startswith("rank 1 failed: nothing was observed: no step whose gradients were averaged")
+        assert found["in step"] == 2

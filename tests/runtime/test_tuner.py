@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mgwfbp.runtime.tune.self_tuning import NOT_WATCHED
-from tests.runtime.launch import let_ranks_end, run_ranks
+from mgwfbp.runtime.tune.self_tuning import NOT_COUNTED
+from tests.runtime.launch import TORCHS_GLOO, let_ranks_end, run_ranks
 from tests.runtime.tuner_ranks import ENOUGH_STEPS
 
 pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
@@ -69,14 +69,23 @@ def test_one_record_of_rank_0_says_what_was_found(whole: list[Any]) -> None:
     assert all(found["records"] == [] for found in second.values())
 
 
-def test_when_steps_have_changed_for_long_all_ranks_tune_again_and_nothing_else_changes(tmp_path: Path) -> None:
-    ranks = [told["looks_again"] for told in run_ranks(RANKS, ["looks_again"], tmp_path, 2)]
-    if ranks[0]["problem"] == NOT_WATCHED:
-        pytest.skip("this torch does not count the collectives of a group, so steps are not watched for change")
+@pytest.mark.parametrize("gloo", ["one thread", "torch's own"])
+def test_when_steps_have_changed_for_long_all_ranks_tune_again_and_nothing_else_changes(
+    tmp_path: Path, gloo: str
+) -> None:
+    variables = {TORCHS_GLOO: "yes"} if gloo == "torch's own" else {}
+    ranks = [told["looks_again"] for told in run_ranks(RANKS, ["looks_again"], tmp_path, 2, variables)]
+    if gloo == "one thread" and NOT_COUNTED in ranks[0]["problem"]:
+        pytest.skip(
+            "this torch does not count the collectives of gloo with one thread, so that steps are not watched for "
+            "change over it (torch's own gloo and nccl are counted)"
+        )
     for found in ranks:
         assert found["seen"] == [["working", 0], ["settled", 0], ["working", 1], ["settled", 1]]
         assert {"ddp", "bucket-1"} & set(found["names"])
         assert found["torchs"] is True  # known for the next time, too
+        # Watching ended with a block of join() that was between, and began again after it.
+        assert "steps are no longer watched: the model is trained inside join()" in found["in join"]
         assert (found["same"], found["left"]) == (True, [])
         assert (found["steps"], found["plan"]) == (ranks[0]["steps"], ranks[0]["plan"])
 

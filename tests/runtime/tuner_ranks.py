@@ -404,12 +404,15 @@ def killed() -> dict[str, Any]:
 
 
 def looks_again() -> dict[str, Any]:
-    """A settled model whose steps become longer, on one rank alone, as they do for all; beside stock DDP."""
+    """A settled model that is joined, and whose steps then become longer, on one rank alone, as they do for all.
+
+    Beside stock DDP.
+    """
     drift.WINDOW, drift.ASK_EVERY = 4, 4  # in a hurry
     torch.manual_seed(1)
     stock, ours = StockDdp(Wide()), tuned(Wide())
     ours.load_state_dict(stock.state_dict())
-    first = 0
+    first, in_join = 0, ""
     seen: list[tuple[str, int]] = []
     while first < AGAIN_STEPS:
         state = (ours.tuning.state, ours.tuning.retuned)
@@ -417,6 +420,12 @@ def looks_again() -> dict[str, Any]:
             seen.append(state)
         if state == ("settled", 1):
             break
+        if state == ("settled", 0) and not in_join:
+            for model in (ours, stock):
+                with model.join():
+                    train(model, vectors, 1 + dist.get_rank(), first=first)
+                    in_join = in_join or repr(ours.tuning)
+            stock._join_config = type(stock._join_config).construct_disabled_join_config()  # torch leaves it set
         is_slow = state == ("settled", 0) and first - ours.tuning.steps > 20 and dist.get_rank() == 1
         time.sleep(0.05 if is_slow else 0.0)
         for model in (ours, stock):
@@ -425,6 +434,7 @@ def looks_again() -> dict[str, Any]:
     names, torchs = [candidate.name for candidate in ours.tuning.candidates], ReducerHandle(stock)
     return {
         "seen": seen,
+        "in join": in_join,
         "problem": ours.tuning.problem,
         "steps": first,
         "names": names,

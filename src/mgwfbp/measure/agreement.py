@@ -7,7 +7,6 @@ called by all ranks of the group, in the same order.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from mgwfbp.cost import LinearCost, PiecewiseCost
 from mgwfbp.errors import MeasureError, MgwfbpError, PlanError
 from mgwfbp.fsdp import FsdpPlan
-from mgwfbp.measure.group_buffer import Group, all_reduce, broadcast, first_line, raise_readably
+from mgwfbp.measure.group_buffer import Group, all_reduce, broadcast, first_line, on_device, raise_readably
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import plural, quote
@@ -46,11 +45,6 @@ Groups = Sequence[Sequence[str]] | None  # of a plan; None where DDP's own bucke
 How = Literal["max", "min", "sum"]
 
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
-
-
-def on_device(device: torch.device | None) -> AbstractContextManager[object]:
-    """Talk to other ranks from the model's GPU, which need not be the current one."""
-    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 def reduce_values(values: Sequence[float], how: How, group: Group = None) -> list[float]:

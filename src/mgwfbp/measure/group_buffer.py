@@ -9,7 +9,9 @@ in as many pieces as it takes.
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from mgwfbp.errors import MeasureError
 
-__all__ = ["Group", "all_reduce", "broadcast", "device_of", "first_line", "raise_readably", "reserve"]
+__all__ = ["Group", "all_reduce", "broadcast", "device_of", "first_line", "on_device", "raise_readably", "reserve"]
 
 Group = dist.ProcessGroup | None
 
@@ -34,8 +36,24 @@ class _Buffer:
 
 _BUFFERS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Buffer]]" = weakref.WeakKeyDictionary()
 
+# Where the model is that ranks talk about, if they do; see `device_of`.
+_MODEL_DEVICE: ContextVar[torch.device | None] = ContextVar("_MODEL_DEVICE", default=None)
+
 # How errors of gloo, and of sockets under nccl, speak of another rank.
 _OTHER_RANK = re.compile(r"gloo/transport|timed? ?out|connection|closed by peer|broken pipe|socket", re.IGNORECASE)
+
+
+@contextmanager
+def on_device(device: torch.device | None) -> Iterator[None]:
+    """Talk to other ranks about a model on this device, which need not be the current GPU."""
+    is_gpu = device is not None and device.type == "cuda"
+    gpu: AbstractContextManager[object] = torch.cuda.device(device) if is_gpu else nullcontext()
+    before = _MODEL_DEVICE.set(device)
+    try:
+        with gpu:
+            yield
+    finally:
+        _MODEL_DEVICE.reset(before)
 
 
 def reserve(group: Group = None) -> None:
@@ -89,13 +107,24 @@ def _buffer_of(group: Group) -> _Buffer:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where tensors must be that a group sends: as torch decides it for objects, the host where it can."""
+    """Return where tensors must be that a group sends: as torch decides it for objects, the host where it can.
+
+    But what is said about a model on a GPU (`on_device`) is sent from there where the host has another backend. That
+    one may be in use by other threads: torch saves checkpoints in the background through it (``async_save``), and ranks
+    would call its collectives in different orders. The GPU's sends the model's messages in any case.
+    """
     try:
         kinds = [device.type for device in group._device_types]  # of newer torch
     except (AttributeError, RuntimeError):
         kinds = ["cuda"] if dist.get_backend(group) == "nccl" else []
-    kind = "cpu" if "cpu" in kinds or not kinds else kinds[0]
+    kind, model = "cpu" if "cpu" in kinds or not kinds else kinds[0], _MODEL_DEVICE.get()
+    if model is not None and {kind, model.type} <= set(kinds) and _backend(group, model.type) != _backend(group, kind):
+        kind = model.type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _backend(group: dist.ProcessGroup, kind: str) -> str:
+    return str(group._get_backend(torch.device(kind)).name())
 
 
 def raise_readably(work: Callable[[], object]) -> None:

@@ -33,7 +33,7 @@ from mgwfbp.runtime.reducer.support import cannot_hold, lacks, missing
 from mgwfbp.runtime.rows.compiled_modules import runs_graphs
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.tune.race import PRECISION
-from mgwfbp.runtime.tune.refusals import cannot_time
+from mgwfbp.runtime.tune.refusals import cannot_time, unfit_for_tuning
 from mgwfbp.runtime.tune.self_tuning import SelfTuning
 from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.runtime.user_line import call_from_user_line, warn_user
@@ -123,9 +123,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # Torch's warnings name the line that calls its constructor: it shall be the user's.
         call_from_user_line(partial(super().__init__, module, *args, **kwargs))
         self._asked_for = None
-        # The same on all ranks: they wrap the models of one group in one order.
-        self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
         if is_ours:
+            # The same on all ranks: they wrap the models of one group that are ours everywhere in one order.
+            self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
             self._begin(plan_was_given=plan is not None, together=given.get("init_sync", True))
 
     def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
@@ -337,29 +337,32 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._self_tuning.start_together(anew=True)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        handle, shards = self._handle, self._shards
-        observer, drift = self._observer or self._self_tuning.tuner, self._self_tuning.drift
+        handle, shards, tuning = self._handle, self._shards, self._self_tuning
         if shards is not None and shards.pending and (shards.runs_graphs or shards.waits_first):
             shards.finish_all()
         if handle is not None and handle.is_due:
             handle.before_forward()
-        if observer is not None and torch.is_grad_enabled():
-            observer.before_forward()
-        # Also in observed steps: one rank alone may observe. `explain` works on all. The first pass of a new Reducer,
-        # which a tuner may need, must average gradients where the graph is static.
-        is_any_pass = self.require_backward_grad_sync or not self.static_graph
-        if drift is not None and self._explaining is None and is_any_pass and torch.is_grad_enabled():
-            drift.before_forward()
+        if torch.is_grad_enabled():
+            is_at_work = tuning.tuner is not None or tuning.drift is not None
+            if is_at_work and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                tuning.stop_where_captured()
+            if (observer := self._observer or tuning.tuner) is not None:
+                observer.before_forward()
+            # Also in observed steps: one rank alone may observe. `explain` works on all. The first pass of a new
+            # Reducer, which a tuner may need, must average gradients where the graph is static.
+            is_any_pass = self.require_backward_grad_sync or not self.static_graph
+            if tuning.drift is not None and self._explaining is None and is_any_pass:
+                tuning.drift.before_forward()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         if self._shards is not None and self._shards.pending and torch.is_grad_enabled():
             self._shards.finish_all()  # what was not used; the backward pass needs the link
-        observer, drift = self._observer or self._self_tuning.tuner, self._self_tuning.drift
-        if observer is not None and torch.is_grad_enabled():
-            observer.after_forward()
-        if drift is not None and torch.is_grad_enabled():
-            drift.after_forward()
+        if torch.is_grad_enabled():
+            if (observer := self._observer or self._self_tuning.tuner) is not None:
+                observer.after_forward()
+            if self._self_tuning.drift is not None:
+                self._self_tuning.drift.after_forward()
         return super()._post_forward(output)
 
     def _look_again(self) -> None:
@@ -376,9 +379,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._explaining.begin()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return torch's join hook; tuning stops, since ranks that ran out of data do not answer.
+        """Return torch's join hook; tuning and watching stop, since ranks that ran out of data do not answer.
 
-        It begins again after the block, be it of `join` or of torch's generic ``Join``.
+        They begin again after the block, be it of `join` or of torch's generic ``Join``.
         """
         if self._shards is not None:
             raise ShardError(
@@ -393,13 +396,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._self_tuning.stop(IN_JOIN, restore=True)
         return _EndsJoin(super().join_hook(**kwargs), self, self._join_config)
 
-    def _tune_after_join(self) -> None:
-        if self.tuning.reason == IN_JOIN:
-            self._self_tuning.start_together()
-
     @contextmanager
     def join(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Train with uneven inputs as torch does. After the block tuning that had not ended begins again."""
+        """Train with uneven inputs as torch does. After the block tuning begins again, or watching for change."""
         before = self._join_config
         try:
             with super().join(*args, **kwargs) as inside:
@@ -408,14 +407,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             if self._handle is not None:
                 self._join_config = before  # also after an exception, where torch calls no hook
         if self._handle is not None:
-            self._tune_after_join()  # with enable=False torch calls none either
+            self._self_tuning.resume(IN_JOIN)  # with enable=False torch calls no hook either
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as torch does."""
         self._refuse_hook_with_wire()
         super().register_comm_hook(state, hook)
-        if self._handle is not None:
-            self._handle.hook_was_registered()
+        self._hook_was_registered()
+
+    def _hook_was_registered(self) -> None:
+        if self._handle is None:
+            return
+        # Now, not when the next plan is tried: by then a hook would have met the buckets of this one.
+        if reason := unfit_for_tuning(self._handle):
+            self._self_tuning.stop(reason, restore=True)
+        self._handle.hook_was_registered()
 
     def _refuse_hook_with_wire(self) -> None:
         if self._shards is not None:
@@ -429,8 +435,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._refuse_hook_with_wire()
         super()._register_builtin_comm_hook(comm_hook_type)
         self._builtin_hook = comm_hook_type
-        if self._handle is not None:
-            self._handle.hook_was_registered()
+        self._hook_was_registered()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)  # after which torch makes its own buckets again
@@ -482,4 +487,4 @@ class _EndsJoin(JoinHook):
         self._hook.post_hook(is_last_joiner)
         # Else the next forward pass would ask the other ranks whether they have run out.
         self._model._join_config = self._before
-        self._model._tune_after_join()
+        self._model._self_tuning.resume(IN_JOIN)

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import MeasureError
-from mgwfbp.measure.agreement import agree_on_trace
+from mgwfbp.measure.agreement import agree_on_trace, on_device, together
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.observe.learn import timeline_of, trace_of, with_forward, without_lags, without_waits
@@ -27,7 +28,8 @@ __all__ = ["Observation", "observing"]
 class Observation:
     """What was observed of some steps, on this rank; to be read after the block."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
         self._steps: tuple[ObservedStep, ...] = ()
         self._notes: tuple[Note, ...] = ()
         self._plan: MergePlan | None = None
@@ -35,7 +37,6 @@ class Observation:
         self._trace: ModelTrace | None = None
         self._predicted: Timeline | None = None
         self._gradients: Gradients | None = None
-        self._group: dist.ProcessGroup | None = None
 
     def __repr__(self) -> str:
         if not self._timelines:
@@ -83,16 +84,20 @@ class Observation:
         """Return what all ranks observed of the same steps, by what was noted of each. All ranks must call it.
 
         Raises:
-            MeasureError: where nothing was observed, or messages that the plan does not have.
+            MeasureError: on every rank, where one of them observed nothing, or messages that the plan does not have.
         """
+        with on_device(self._device):
+            packed = together(self._packed, self._group)
+            return Seen(**{note: packed[note].agreed(self._group) for note in sorted(packed)})
+
+    def _packed(self) -> dict[Note, PackedSteps]:
         if self._gradients is None or self._plan is None or not self._steps:
             raise MeasureError("nothing was observed: no step whose gradients were averaged ran inside the block")
         by_note: dict[Note, list[ObservedStep]] = {}
         for step, note in zip(self._steps, self._notes, strict=False):
             by_note.setdefault(note, []).append(step)
         sizes = self._gradients.sizes_of(self._plan.groups)
-        packed = {note: PackedSteps.of(some, self._gradients, sizes, note) for note, some in by_note.items()}
-        return Seen(**{note: packed[note].agreed(self._group) for note in sorted(packed)})
+        return {note: PackedSteps.of(some, self._gradients, sizes, note) for note, some in by_note.items()}
 
     def agreed_trace(self) -> ModelTrace:
         """Return when each gradient was ready on the slowest rank. All ranks must call it, and get the same.
@@ -100,7 +105,8 @@ class Observation:
         Raises:
             MeasureError: on every rank, where one of them observed nothing, or another model.
         """
-        return agree_on_trace(self.trace, self._group)
+        with on_device(self._device):
+            return agree_on_trace(together(lambda: self.trace, self._group), self._group)
 
     @property
     def predicted(self) -> Timeline | None:
@@ -133,10 +139,9 @@ class Observation:
 
         Of a step of which not all was noted there is no timeline.
         """
-        group = reducer.ddp.process_group
         gradients = Gradients(type(reducer.ddp.module).__name__, reducer.names, reducer.sizes)
         sizes = gradients.sizes_of(plan.groups)
-        self._gradients, self._group, self._plan = gradients, group, plan
+        self._gradients, self._plan = gradients, plan
         if notes is not None:
             self._steps, self._notes = tuple(steps), tuple(notes)
             return
@@ -147,7 +152,7 @@ class Observation:
         )
         if not self._steps:
             return
-        workers = dist.get_world_size(group)
+        workers = dist.get_world_size(self._group)
         self._timelines = tuple(timeline_of(step, gradients, plan, workers) for step in self._steps)
         self._trace = trace_of([without_waits(step) for step in self._steps] if gathered else self._steps, gradients)
         if gathered:
@@ -188,7 +193,7 @@ def observing(
 
     observer = model._observer = Observer(handle, clock_for(model.device), step_has_ended)
     note_next()
-    seen = Observation()
+    seen = Observation(model.process_group, model.device)
     try:
         yield seen
     finally:

@@ -89,7 +89,7 @@ class PackedSteps:
         """
         ready = [moment for step in steps for moment in gradients.ready_s(step)] if "gradients" in notes else []
         messages = [message for step in steps for message in step.messages] if "messages" in notes else []
-        if messages and any(not sends(step, sizes) for step in steps):
+        if "messages" in notes and any(not sends(step, sizes) for step in steps):
             raise MeasureError("messages were sent that the plan does not have, or did not arrive")
         gathers, pieces_s = _gathers_of(steps, sizes) if "gathers" in notes else ([], [])
         messages += gathers

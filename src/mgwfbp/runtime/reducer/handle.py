@@ -42,7 +42,7 @@ from mgwfbp.runtime.messages.wire import WireGroup
 from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
 from mgwfbp.runtime.rows.shards import OnGather, ShardGroup, Shards
 
-__all__ = ["ReducerHandle", "collectives_of", "when_backward_has_ended"]
+__all__ = ["ReducerHandle", "collectives_of", "held_buckets", "when_backward_has_ended"]
 
 # Looked up, not named: on a torch without it ``support.py`` can still say what is missing.
 _c10d: Any = dist
@@ -76,11 +76,19 @@ def collectives_of(group: Any) -> Callable[[], int] | None:
     return count
 
 
+def held_buckets(ddp: Any) -> list[Any]:
+    """Return the buckets that a Reducer really holds, as torch's ``GradBucket``; it lists only dense ones."""
+    with NoZeros():
+        held: list[Any] = ddp.reducer._get_zeros_like_grad_buckets()
+    return held
+
+
 class ReducerHandle(Parameters):
     """What may be asked of, and done to, the Reducer of one DDP model.
 
-    It knows the parameters, and their names, as they were when the model was wrapped: what is frozen, renamed or
-    taken out of the module later changes nothing for the Reducer, as with torch. It holds the model weakly.
+    It knows the parameters, and their names, as they were when it was made: what is frozen, renamed or taken out of the
+    module later changes nothing for the Reducer, as with torch. When it is made they must be those that the Reducer
+    has, which ``cannot_hold`` of ``support.py`` sees to. It holds the model weakly.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -165,14 +173,11 @@ class ReducerHandle(Parameters):
         if self.given is not None:
             return self.given
         places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        with NoZeros():
-            held = self.ddp.reducer._get_zeros_like_grad_buckets()
-        return [[places[id(parameter)] for parameter in bucket.parameters()] for bucket in held]
+        return [[places[id(parameter)] for parameter in bucket.parameters()] for bucket in held_buckets(self.ddp)]
 
     def held_sizes(self) -> list[int]:
         """Return how many bytes each bucket has that the Reducer really holds; dense ones only."""
-        with NoZeros():
-            return [bucket.buffer().nbytes for bucket in self.ddp.reducer._get_zeros_like_grad_buckets()]
+        return [bucket.buffer().nbytes for bucket in held_buckets(self.ddp)]
 
     @property
     def in_force(self) -> tuple[Buckets | None, tuple[str, ...]]:

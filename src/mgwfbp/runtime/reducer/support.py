@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.runtime.messages.stand_ins import Script
-from mgwfbp.runtime.reducer.handle import ReducerHandle
+from mgwfbp.runtime.reducer.handle import ReducerHandle, held_buckets
 
 __all__ = ["cannot_hold", "lacks", "missing"]
 
@@ -113,9 +113,23 @@ def cannot_hold(ddp: DistributedDataParallel) -> str:
         return "torch's Python reducer, which torch._dynamo.config.optimize_ddp asks for, has no buckets"
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         return "all gradients are delayed by delay_all_reduce_named_params"
-    for parameter in DistributedDataParallel._build_params_for_reducer(ddp)[0]:
+    parameters, sparse = DistributedDataParallel._build_params_for_reducer(ddp)
+    for parameter in parameters:
         try:
             _ = parameter.nbytes
         except RuntimeError:  # torch's own DDP can be constructed with one
             return f"a parameter is a {type(parameter).__name__}, which does not say how many bytes it has"
+    # The handle of our class was made with the Reducer; else a handle is made of the parameters as they are now.
+    if hasattr(ddp, "reducer") and getattr(ddp, "_handle", None) is None and _are_others(ddp, parameters, any(sparse)):
+        return "parameters were frozen, thawed or replaced since the model was wrapped: wrap it again"
     return ""
+
+
+def _are_others(ddp: Any, parameters: Sequence[nn.Parameter], has_sparse: bool) -> bool:
+    """Say whether the Reducer has other parameters than these: to take them for its own would crash the process."""
+    if ddp._get_ddp_logging_data()["num_parameter_tensors"] != len(parameters):
+        return True
+    if has_sparse:  # torch lists no buckets of such a model
+        return False
+    held = {id(parameter) for bucket in held_buckets(ddp) for parameter in bucket.parameters()}
+    return held != {id(parameter) for parameter in parameters}

@@ -1,6 +1,6 @@
 """Whether there is memory for what a plan needs besides its buckets, before any rank takes it: `check_room`."""
 
-import resource
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,9 +66,9 @@ def headroom_bytes(device: torch.device) -> float:
     """Return how much more memory this process has used at some time than it uses now."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    try:
-        now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
+    try:  # not getrusage, whose peak is also that of the program which this process was before
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+        kib = dict(re.findall(r"^(VmHWM|VmRSS):\s*(\d+) kB$", status, re.MULTILINE))
+        return 1024.0 * (int(kib["VmHWM"]) - int(kib["VmRSS"]))
+    except (OSError, KeyError):
         return 0.0
-    return float(most - now)

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mgwfbp.errors import PlanError
+from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.measure.agreement import on_device, problem_of, try_together
 from mgwfbp.measure.clock import clock_for
+from mgwfbp.record import check_count
 from mgwfbp.runtime.messages.gloo import store_of
 from mgwfbp.runtime.observe.observer import weakly
 from mgwfbp.runtime.reducer.handle import ReducerHandle
@@ -17,9 +18,10 @@ from mgwfbp.runtime.tune.refusals import cannot_time, unfit_for_tuning
 from mgwfbp.runtime.tune.tuner import Tuner
 from mgwfbp.runtime.tune.tuning import Tuning
 
-__all__ = ["NOT_WATCHED", "SelfTuning"]
+__all__ = ["NOT_COUNTED", "SelfTuning"]
 
-NOT_WATCHED = "steps are not watched for change: this torch does not count the collectives of the group"
+NOT_COUNTED = "this torch does not count the collectives of the group"
+_NO_LONGER = "steps are no longer watched: "
 _TO_BEGIN = Tuning("working", "not begun")
 
 
@@ -34,10 +36,12 @@ class SelfTuning:
     tuner: Tuner | None = None
     drift: Drift | None = None
     _settled: Tuning | None = None  # what was found last
+    _watches = 0  # begun so far, on all ranks alike
 
     def __init__(self, reason: str, tune_steps: int, retune_steps: int) -> None:
         self._tuning = Tuning("off", reason) if reason else _TO_BEGIN  # of the last tuner; not of one at work
-        self._tune_steps, self._retune_steps = tune_steps, retune_steps
+        self._tune_steps = check_count(tune_steps, "tune_steps", PlanError)
+        self._retune_steps = check_count(retune_steps, "retune_steps", PlanError)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_tuning": self._tuning, "_settled": self._settled, "_tune_steps": self._tune_steps}
@@ -83,8 +87,14 @@ class SelfTuning:
         with on_device(model.device):
             _, failed, _ = try_together(start, model.process_group)
         if failed is not None:
-            self.refuse(failed[1])  # where it failed
-            self.stop(failed[1])
+            self._give_up(failed[1])
+
+    def _give_up(self, reason: str) -> None:
+        """Tune nothing, for this reason, which may be another rank's."""
+        if self.tuner is not None:
+            self._end(self.tuner.stop(reason))
+        else:
+            self._tuning = Tuning("off", reason)
 
     def _start(self, *, anew: bool = False) -> None:
         """Tune from the next step on, or say why not; this rank alone."""
@@ -106,7 +116,21 @@ class SelfTuning:
             self._end(self.tuner.stop(reason, restore=restore))
         elif self.drift is not None:
             self.drift = None
-            self._tuning = replace(self._tuning, problem=f"steps are no longer watched: {reason}")
+            self._tuning = replace(self._tuning, problem=f"{_NO_LONGER}{reason}")
+
+    def stop_where_captured(self) -> None:
+        """End tuning, or watching, where the model is captured in a CUDA graph: nothing may wait for a device there."""
+        on_trial = self.tuner.on_trial if self.tuner is not None else None
+        stays = f"; the plan that was on trial stays: {on_trial.planner}" if on_trial is not None else ""
+        self.stop(f"the model was captured in a CUDA graph, whose buckets cannot change{stays}")
+
+    def resume(self, reason: str) -> None:
+        """Go on with what was stopped for this reason, tuning or watching; all ranks must call it together."""
+        if self._tuning.reason == reason:
+            self.start_together()
+        elif self._tuning.problem == f"{_NO_LONGER}{reason}":
+            self._tuning = replace(self._tuning, problem="")
+            self._watch()
 
     def _end(self, tuning: Tuning) -> None:
         plan = tuning.plan or (self.tuner.on_trial if self.tuner is not None else None)
@@ -115,11 +139,14 @@ class SelfTuning:
             self._retune_steps -= tuning.steps - self._settled.steps
         if tuning.state == "settled":
             self._settled = tuning
-            if self._retune_steps > 0:
-                self._watch()
+            self._watch()
         self._reducer.ddp._tuner_has_ended(plan)
 
     def _watch(self) -> None:
+        """Watch for change from now on, where the tuner may look again; all ranks after the same reduction."""
+        if self._retune_steps <= 0:
+            return
+        self._watches += 1
         try:
             self._begin_to_watch()
         except Exception as error:
@@ -130,10 +157,11 @@ class SelfTuning:
     def _begin_to_watch(self) -> None:
         model = self._reducer.ddp
         group, collectives = model.process_group, self._reducer.collectives
-        store = store_of(group, f"{model._number}/{self._tuning.retuned}")
-        if collectives is None or store is None:
-            self._tuning = replace(self._tuning, problem=NOT_WATCHED)
-            return
+        store = store_of(group, f"{model._number}/{self._watches}")
+        if collectives is None:
+            raise MeasureError(NOT_COUNTED)
+        if store is None:
+            raise MeasureError("this torch does not give away the store of the group")
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         wait = clock_for(model.device).wait
         self.drift = Drift(store, rank, world, collectives, weakly(model._look_again), wait=wait)

@@ -105,11 +105,7 @@ class Tuner:
         return Tuning("working", doing, steps=self._steps, spent_s=self._spent_s, retuned=self._retuned)
 
     def before_forward(self) -> None:
-        """Note that a forward pass of training begins; end where it is captured in a CUDA graph."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            stays = f"; the plan that was on trial stays: {self.on_trial.planner}" if self.on_trial else ""
-            self._on_end(self.stop(f"the model was captured in a CUDA graph, whose buckets cannot change{stays}"))
-            return
+        """Note that a forward pass of training begins."""
         self._silent_forwards += 1
         self.observer.before_forward()
 
