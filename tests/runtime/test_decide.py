@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from mgwfbp.costs import WireCost, sharded_cost
 from mgwfbp.planners import plan_optimal, plan_wire
 from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.runtime.observe.steps import AgreedSteps, Seen
-from mgwfbp.runtime.tune.decide import BUCKET_MIB, FAR, two_sizes
+from mgwfbp.runtime.tune.decide import BUCKET_MIB, FAR, split_by_size, two_sizes
 from mgwfbp.runtime.tune.intervals import t_quantile
 from mgwfbp.runtime.tune.race import GLANCES, PRECISION, Limits, compare
 from mgwfbp.runtime.tune.tuning import Candidate, Comparison, Gathering, Tuning
@@ -334,6 +335,46 @@ def test_torchs_own_buckets_and_buckets_of_1_mib_always_take_part() -> None:
     for network in ("1gbe", "100gbe"):
         names = {candidate.name for candidate in tune_in(quiet(network, 4)).candidates}
         assert {"ddp", "bucket-1"} <= names
+
+
+def test_plans_that_are_tried_have_no_message_for_which_there_is_no_room_and_gain_all_the_same() -> None:
+    world, most_bytes = quiet("25gbe", 4, "densenet201-h200-b32"), 12e6
+    without_limit = tune_in(quiet("25gbe", 4, "densenet201-h200-b32")).candidates[0].plan
+    assert max(world.gradients.sizes_of(without_limit.groups)) > most_bytes
+    verdict = tune_in(world, most_bytes=most_bytes)
+    singles = set(world.gradients.size_of.values())
+    for candidate in verdict.candidates:
+        if candidate.name != "ddp":
+            sizes = world.gradients.sizes_of(candidate.plan.groups)
+            assert all(size <= most_bytes or size in singles for size in sizes), candidate.name
+    kept_s = world.truth(verdict.candidates[0].plan).iteration_s
+    assert kept_s < 0.95 * world.truth(world.default).iteration_s
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), st.sampled_from(["", "bfloat16"])), min_size=1),
+    st.integers(0, 30),
+)
+def test_messages_are_split_into_the_fewest_neighbours_that_have_room_each_in_its_precision(
+    messages: list[tuple[list[int], str]], most_bytes: int
+) -> None:
+    groups = tuple(
+        tuple(f"{number}.{place}" for place in range(len(sizes))) for number, (sizes, _) in enumerate(messages)
+    )
+    size_of = {
+        f"{number}.{place}": size for number, (sizes, _) in enumerate(messages) for place, size in enumerate(sizes)
+    }
+    plan = MergePlan("random", "by hand", groups, wire=tuple(wire for _, wire in messages))
+    split = split_by_size(plan, size_of, most_bytes)
+    assert split.layer_names == plan.layer_names
+    precision_of = {name: wire for group, wire in zip(plan.groups, plan.wires, strict=True) for name in group}
+    for group, wire in zip(split.groups, split.wires, strict=True):
+        assert {precision_of[name] for name in group} == {wire}
+        assert len({name.partition(".")[0] for name in group}) == 1  # nothing is merged
+        assert len(group) == 1 or sum(size_of[name] for name in group) <= most_bytes
+    for before, after in pairwise(split.groups):  # what follows would not have fitted
+        if before[0].partition(".")[0] == after[0].partition(".")[0]:
+            assert sum(size_of[name] for name in (*before, after[0])) > most_bytes
 
 
 @given(st.dictionaries(st.sampled_from(BUCKET_MIB), st.floats(0.0, 10.0)))

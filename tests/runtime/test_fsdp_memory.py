@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp
 
 from tests.forking import run_module
@@ -11,6 +12,7 @@ from tests.forking import run_module
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "fully_shard"), reason="this torch has no public fully_shard"
 )
+IS_NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,9 @@ def test_a_rank_holds_no_more_than_is_said_and_not_much_less(found: Any) -> None
     for name, (allocated, predicted) in found["memory"].items():
         # In shares of the parameters. All gradients are counted, of which some may not be there yet at the worst
         # moment; activations and what torch casts are a few thousandths of a share.
-        assert allocated - 0.2 <= predicted <= allocated + 1.0, (name, found)
+        assert allocated - 0.2 <= predicted, (name, found)
+        # Where torch 2.8 and 2.9 gather several groups ahead, they hold less than newer torch, and than is said.
+        assert predicted <= allocated + (1.0 if IS_NEW or name != "far" else 2.0), (name, found)
 
 
 def test_of_what_tensor_parallelism_has_cut_a_rank_sends_its_part(found: Any) -> None:

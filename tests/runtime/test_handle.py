@@ -1,6 +1,7 @@
 """The handle on torch's Reducer, and what ranks talk through, in one process."""
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -84,6 +85,23 @@ def test_a_plan_in_low_precision_needs_room_for_two_copies_of_its_largest_messag
     room.check_room(handle, buckets, buckets, ("bfloat16", ""))
     with pytest.raises(PlanError, match=f"^a message in low precision would take {format_bytes(needed)} more memory"):
         room.check_room(handle, buckets, buckets, ("", "bfloat16"))
+
+
+@needs_init_sync
+@pytest.mark.parametrize("spare_bytes", [1e5, 1e6])
+def test_where_gradients_are_views_plans_may_follow_one_another_whose_messages_have_room(
+    monkeypatch: pytest.MonkeyPatch, spare_bytes: float
+) -> None:
+    model = DistributedDataParallel(Mlp(), process_group=Script(), gradient_as_bucket_view=True, **support._QUIET)
+    handle = ReducerHandle(model)
+    monkeypatch.setattr(room, "headroom_bytes", lambda _: spare_bytes - room.SPARE_BYTES)
+    held = handle.buckets()
+    most_bytes = room.most_message_bytes(handle, held)
+    sizes = [sum(handle.sizes[place] for place in bucket) for bucket in held]
+    assert 0 < most_bytes < spare_bytes / 2
+    assert most_bytes + max(sizes) < spare_bytes
+    monkeypatch.setattr(handle.ddp, "gradient_as_bucket_view", False)
+    assert room.most_message_bytes(handle, held) == math.inf
 
 
 class Alone(Script):

@@ -138,12 +138,18 @@ class _Step:
 
 
 def tune_in(
-    world: World, limits: Limits | None = None, in_force: MergePlan | None = None, wire: str | None = None
+    world: World,
+    limits: Limits | None = None,
+    in_force: MergePlan | None = None,
+    wire: str | None = None,
+    most_bytes: float = math.inf,
 ) -> Verdict:
     """Let the tuner's script work in a world, where torch's buckets are in force or another plan is."""
     torchs, force = (world.default, in_force) if in_force else (None, world.default)
     gathers = None if not world.is_sharded else in_force.gathers if in_force else ()
-    situation = Situation(world.gradients, world.cost.workers, force, torchs=torchs, wire=wire, gathers=gathers)
+    situation = Situation(
+        world.gradients, world.cost.workers, force, torchs=torchs, wire=wire, gathers=gathers, most_bytes=most_bytes
+    )
     script: Generator[Turn, Seen, Verdict] = decide(situation, lambda plan: plan, limits or Limits())
     try:
         turn = next(script)

@@ -26,7 +26,7 @@ turns with those in force as in 3 and 4, in at most `GATHERS` of the steps again
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 
 from mgwfbp.cost import Cost, PiecewiseCost
@@ -77,6 +77,7 @@ class Situation:
     # The groups in which a sharded optimizer gathers parameters; empty where they are the messages', the last one
     # first; None where there is no such optimizer.
     gathers: tuple[tuple[str, ...], ...] | None = None
+    most_bytes: float = inf  # of a message, for which there is room
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,13 @@ def decide(
         limits: how much may be spent.
     """
     known = Learner(situation.gradients, situation.workers)
-    candidates = yield from _find_candidates(situation, known, allowed, limits.steps)
-    in_force, size_of = candidates[0].name, situation.gradients.size_of
+    size_of = situation.gradients.size_of
+
+    def fitting(plan: MergePlan) -> MergePlan:
+        return split_by_size(allowed(plan), size_of, situation.most_bytes)
+
+    candidates = yield from _find_candidates(situation, known, fitting, limits.steps)
+    in_force = candidates[0].name
     candidates, comparison = yield from compare(
         candidates, limits, known.learn, lambda plan: plan.low_bytes(size_of), situation.tolerance
     )
@@ -248,6 +254,29 @@ def _predicted(candidate: Candidate, trace: ModelTrace, cost: Cost) -> Candidate
     """Return a candidate with what its step is predicted to take."""
     predicted_s = predict(trace, cost, candidate.plan).iteration_s
     return replace(candidate, predicted_s=predicted_s, between_s=predict_range(trace, cost, candidate.plan))
+
+
+def split_by_size(plan: MergePlan, size_of: Mapping[str, int], most_bytes: float) -> MergePlan:
+    """Split messages into ones of at most so many bytes, each as full as can be; larger gradients travel alone.
+
+    >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
+    >>> split_by_size(plan, {"d": 2, "c": 3, "b": 1, "a": 9}, 4).groups
+    (('d',), ('c', 'b'), ('a',))
+    """
+    groups: list[list[str]] = []
+    wire: list[str] = []
+    for group, precision in zip(plan.groups, plan.wires, strict=True):
+        filled = 0
+        for place, name in enumerate(group):
+            filled += size_of[name]
+            if place == 0 or filled > most_bytes:
+                groups.append([])
+                wire.append(precision)
+                filled = size_of[name]
+            groups[-1].append(name)
+    if len(groups) == plan.num_groups:
+        return plan
+    return replace(plan, groups=tuple(map(tuple, groups)), wire=tuple(wire), predicted={})
 
 
 def two_sizes(predicted_s: Mapping[int, float]) -> list[int]:

@@ -1,5 +1,6 @@
-"""Whether there is memory for what a plan needs besides its buckets, before any rank takes it: `check_room`."""
+"""What memory there is for what a plan needs besides its buckets, before any rank takes it."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,24 @@ from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.parameters import Buckets
 from mgwfbp.units import format_bytes
 
-__all__ = ["check_room"]
+__all__ = ["check_room", "most_message_bytes"]
 
 # A plan may need this part of the gradients, or so many bytes, more than training has needed so far.
 SPARE, SPARE_BYTES = 0.02, 32 * 2**20
+# What a process has to spare differs from step to step; plans are made for so much of it.
+USED = 0.9
+
+
+def most_message_bytes(reducer: ReducerHandle, held: Buckets) -> float:
+    """Return how large messages may be for which there is room, whichever plan follows which; infinite where any may.
+
+    Where gradients are views of buckets, the largest old and the largest new bucket are there at the same time, see
+    `check_room`: two of plans that are tried, or one beside those in force, to which the tuner may go back.
+    """
+    if not reducer.ddp.gradient_as_bucket_view:
+        return math.inf
+    spare = USED * _spare_bytes(reducer)
+    return max(0.0, min(spare / 2, spare - max(_bucket_bytes(reducer, held))))
 
 
 def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: Sequence[str]) -> None:
@@ -36,7 +51,7 @@ def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: S
     Raises:
         PlanError: it says how much is needed, and how much there is.
     """
-    old, new = ([sum(reducer.sizes[place] for place in bucket) for bucket in some] for some in (before, after))
+    old, new = _bucket_bytes(reducer, before), _bucket_bytes(reducer, after)
     moved = max(old) + max(new) if reducer.ddp.gradient_as_bucket_view else 0
     device, world = reducer.parameters[0].device, reducer.ddp.process_group.size()
     low = max(
@@ -47,8 +62,7 @@ def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: S
         ),
         default=0,
     )
-    unused = headroom_bytes(device)
-    spare = max(0.0, unused + max(SPARE_BYTES, SPARE * sum(reducer.sizes)))
+    spare = _spare_bytes(reducer)
     left = format_bytes(spare)
     if moved > spare:
         raise PlanError(
@@ -60,6 +74,15 @@ def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: S
             f"a message in low precision would take {format_bytes(low)} more memory for a moment, where {left} are to "
             "spare"
         )
+
+
+def _bucket_bytes(reducer: ReducerHandle, buckets: Buckets) -> list[int]:
+    return [sum(reducer.sizes[place] for place in bucket) for bucket in buckets]
+
+
+def _spare_bytes(reducer: ReducerHandle) -> float:
+    """Return how much more memory may be taken: what training has needed before and does not use now, and a little."""
+    return max(0.0, headroom_bytes(reducer.parameters[0].device) + max(SPARE_BYTES, SPARE * sum(reducer.sizes)))
 
 
 def headroom_bytes(device: torch.device) -> float:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MgwfbpError
-from mgwfbp.measure.agreement import broadcast_text, on_device, problem_of, try_together
+from mgwfbp.measure.agreement import broadcast_text, on_device, problem_of, reduce_values, try_together
 from mgwfbp.measure.clock import clock_for
 from mgwfbp.measure.group_buffer import reserve
 from mgwfbp.plan import MergePlan
@@ -39,7 +39,7 @@ from mgwfbp.runtime.reducer.parameters import Buckets
 from mgwfbp.runtime.tune.decide import Situation, Verdict, decide
 from mgwfbp.runtime.tune.race import Limits, Turn
 from mgwfbp.runtime.tune.refusals import unfit_for_tuning
-from mgwfbp.runtime.tune.room import check_room
+from mgwfbp.runtime.tune.room import check_room, most_message_bytes
 from mgwfbp.runtime.tune.tuning import Candidate, Comparison, Gathering, Tuning
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import plural
@@ -218,7 +218,9 @@ def _tune(
     while steps < WARMUP_STEPS or not subject.reducer.has_settled:
         yield
         steps += 1
-    start, leader = _together(lambda: _begin(subject, limits, before), subject.group)
+    start, room = _together(lambda: _begin(subject, before), subject.group)
+    [most_bytes] = reduce_values([room], "min", subject.group)
+    leader = _together(lambda: _lead(subject, start, limits, before, most_bytes), subject.group)
     # Not before all ranks have begun: a rank that failed has nothing to go back to, and going back takes all ranks.
     progress.start = start
     reduced: dict[str, PackedSteps] | None = None
@@ -230,8 +232,8 @@ def _tune(
         reduced = yield from _observe(subject, order)
 
 
-def _begin(subject: _Subject, limits: Limits, before: Tuning | None) -> tuple[_Start, _Leader | None]:
-    """Return what is in force, and on rank 0 the script that decides."""
+def _begin(subject: _Subject, before: Tuning | None) -> tuple[_Start, float]:
+    """Return what is in force, and how large messages may be for which this rank has room."""
     reducer, model = subject.reducer, subject.gradients.model
     subject.observer.take()
     if reason := unfit_for_tuning(reducer):
@@ -240,19 +242,25 @@ def _begin(subject: _Subject, limits: Limits, before: Tuning | None) -> tuple[_S
     groups = reducer.groups_of(held)
     in_force = before.plan if before else None
     default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)
-    start = _Start(held, reducer.wires, reducer.gathers, default)
+    return _Start(held, reducer.wires, reducer.gathers, default), most_message_bytes(reducer, held)
+
+
+def _lead(subject: _Subject, start: _Start, limits: Limits, before: Tuning | None, most_bytes: float) -> _Leader | None:
+    """Return the script that decides, on rank 0."""
+    reducer = subject.reducer
     if dist.get_rank(subject.group) != 0:
-        return start, None
+        return None
     situation = Situation(
         subject.gradients,
         dist.get_world_size(subject.group),
-        default,
+        start.plan,
         torchs=before.torchs if before else None,
         wire=subject.wire,
         tolerance=reducer.ddp._wire_tolerance,
         gathers=reducer.groups_of(reducer.gathers or []) if reducer.is_sharded else None,
+        most_bytes=most_bytes,
     )
-    return start, decide(situation, partial(split_by_kind, kinds=subject.kinds), limits)
+    return decide(situation, partial(split_by_kind, kinds=subject.kinds), limits)
 
 
 def _next_order(subject: _Subject, leader: _Leader | None, reduced: Mapping[str, PackedSteps] | None) -> _Order:
