@@ -1,21 +1,22 @@
 """The tuner's decisions in worlds whose true steps are known: recorded traces, known links, noise as measured."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_network, load_trace, predict
+from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, Timeline, load_network, load_trace, predict
 from mgwfbp.costs import WireCost, sharded_cost
 from mgwfbp.planners import plan_optimal, plan_wire
 from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.runtime.observe.steps import AgreedSteps, Seen
 from mgwfbp.runtime.tune.decide import BUCKET_MIB, FAR, two_sizes
 from mgwfbp.runtime.tune.intervals import t_quantile
-from mgwfbp.runtime.tune.race import GLANCES, PRECISION, Limits, compare
+from mgwfbp.runtime.tune.race import GLANCES, PRECISION, Limits, Turn, compare
 from mgwfbp.runtime.tune.tuning import Candidate, Comparison, Gathering, Tuning
 from mgwfbp.trace import layers_of
 from tests.runtime.worlds import World, random_world, tune_in
@@ -261,15 +262,70 @@ def race(
     turns = compare(
         candidates, limits or Limits(), low_bytes=lambda plan: sum(map(bool, plan.wires)), tolerance=tolerance
     )
+    ranked, comparison = end_of(turns, lambda plan, steps: [(1.0, turn_s(plans.index(plan)))] * steps)
+    return int(ranked[0].name), comparison
+
+
+def end_of(turns: Generator[Turn, Seen, Any], steps_of: Callable[[MergePlan, int], list[tuple[float, float]]]) -> Any:
+    """Let a comparison end that is told of steps what their forward pass took, and what all of them took."""
     try:
         turn = next(turns)
         while True:
-            steps = turn.notes.count("plain")
-            lengths, same = (turn_s(plans.index(turn.plan)),) * steps, (1.0,) * steps
-            turn = turns.send(Seen(plain=AgreedSteps(same, lengths, lengths, lengths, same, (), ())))
+            forward_s, lengths = zip(*steps_of(turn.plan, turn.notes.count("plain")), strict=True)
+            same = (1.0,) * len(lengths)
+            turn = turns.send(Seen(plain=AgreedSteps(forward_s, lengths, lengths, lengths, same, (), ())))
     except StopIteration as end:
-        ranked, comparison = end.value
-        return int(ranked[0].name), comparison
+        return end.value
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "is_faster"),
+    [
+        pytest.param(1.03, 0.98, False, id="0.5 % slower"),
+        pytest.param(0.96, 1.0, True, id="2 % faster in the forward pass alone"),
+    ],
+)
+def test_where_plans_change_the_forward_pass_a_plan_is_kept_for_its_whole_step(
+    forward: float, backward: float, is_faster: bool
+) -> None:
+    # Gathers travel beside the forward pass. Batches differ by 5 %, and both passes take as long.
+    plans = [MergePlan("toy", "by hand", ((name,),)) for name in "ab"]
+    passes = dict(zip(plans, [(1.0, 1.0), (forward, backward)], strict=True))
+    kept = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+
+        def steps_of(plan: MergePlan, steps: int, rng: random.Random = rng) -> list[tuple[float, float]]:
+            batches = [rng.lognormvariate(0, 0.05) for _ in range(steps)]
+            return [(passes[plan][0] * batch, sum(passes[plan]) * batch) for batch in batches]
+
+        turns = compare(
+            [Candidate(str(place), plan, 1.0) for place, plan in enumerate(plans)], Limits(), regresses=False
+        )
+        ranked, _ = end_of(turns, steps_of)
+        kept += ranked[0].plan == plans[1]
+    assert kept >= 15 if is_faster else kept == 0
+
+
+class WithLaterForward(World):
+    """Torch's buckets are the fastest by 0.5 %: of all other plans forward passes are longer, backward ones shorter."""
+
+    def truth(self, plan: MergePlan, batch: float = 1.0) -> Timeline:
+        trace = self.trace.scaled(batch)
+        if plan.groups != self.default.groups:
+            layers = tuple(replace(layer, backward_s=0.98 * layer.backward_s) for layer in trace.layers)
+            trace = replace(trace, forward_s=1.03 * trace.forward_s, layers=layers)
+        return predict(trace, self.cost, plan)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_a_sharded_optimizer_the_forward_pass_counts_as_what_it_takes(seed: int) -> None:
+    trace = load_trace("googlenet-h200-b64")
+    trace = replace(trace, forward_s=trace.backward_s)
+    world = WithLaterForward(
+        trace, LinearCost(2, 1e-7, 1e-13), random.Random(seed), noise=0.002, batches=0.05, is_sharded=True
+    )
+    assert tune_in(world, Limits(turns=9)).candidates[0].name == "ddp"
 
 
 @pytest.mark.parametrize(("number", "limits"), [(1, Limits()), (2, Limits(steps=0)), (2, Limits(turns=1))])

@@ -109,7 +109,12 @@ def decide(
     candidates = yield from _find_candidates(situation, known, allowed, limits.steps)
     in_force, size_of = candidates[0].name, situation.gradients.size_of
     candidates, comparison = yield from compare(
-        candidates, limits, known.learn, lambda plan: plan.low_bytes(size_of), situation.tolerance
+        candidates,
+        limits,
+        known.learn,
+        lambda plan: plan.low_bytes(size_of),
+        situation.tolerance,
+        regresses=situation.gathers is None,  # gathers may have the groups of messages
     )
     before_s = {one.name: one.step_s for one in candidates}[in_force]
     chosen = candidates[0]
@@ -183,7 +188,8 @@ def _gathers(
     plans = {plan.gathers: plan for plan in (before, replace(before, gathers=planned))}
     names = ("as before", "planned")
     rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
-    found, comparison = yield from compare(rivals, replace(limits, steps=int(GATHERS * limits.steps)))
+    limits = replace(limits, steps=int(GATHERS * limits.steps))
+    found, comparison = yield from compare(rivals, limits, regresses=False)
     kept = _predicted(replace(chosen, plan=found[0].plan), trace, cost)
     if found[0].steps_s:
         kept = replace(kept, steps_s=found[0].steps_s, step_s=found[0].step_s)
