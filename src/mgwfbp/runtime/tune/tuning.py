@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mgwfbp.cost import Cost, PiecewiseCost, taken_by
-from mgwfbp.costs import WireCost, sharded_of
+from mgwfbp.cost import PiecewiseCost, taken_by
+from mgwfbp.costs import ShardedCost, WireCost, sharded_of
 from mgwfbp.fitting import padding_words
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
@@ -118,7 +118,7 @@ class Tuning:
     torchs: MergePlan | None = field(default=None, compare=False)  # torch's own buckets, for when it looks again
 
     @property
-    def costs(self) -> Cost | None:
+    def costs(self) -> PiecewiseCost | WireCost | ShardedCost | None:
         """The cost of all kinds of messages that were observed."""
         if self.cost is None or (self.low_cost is None and self.gathering is None):
             return self.cost
@@ -220,9 +220,8 @@ class Tuning:
         """How parameters are gathered, and whether plain all-reduces would be faster, in words."""
         if self.gathering is None or self.plan is None:
             return ""
-        plain_s = self.gathering.all_reduced_s
-        is_less = self.after_s is not None and plain_s < self.after_s
-        advice = ", less than was measured: a plain optimizer may be faster" if is_less else ""
+        plain_s, own_s = self.gathering.all_reduced_s, self.candidates[0].predicted_s
+        advice = ", less than this plan's: a plain optimizer may be faster" if plain_s < own_s else ""
         compared = f", where {self.gathering.comparison}" if self.gathering.comparison.turns else ""
         return (
             f"; parameters in {plural(len(self.plan.gathers), 'gather')}{compared}; with plain all-reduces a step is "
