@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
@@ -168,6 +169,14 @@ def again() -> dict[str, Any]:
     return {"both": both, "shared": second.gathers == plan.gathers, "after": difference(got, expected)}
 
 
+def error_when_captured(model: Any, x: Tensor) -> str:
+    """What a forward pass says of a capture, as far as it can be told there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(model._shards, "_device", torch.device("cuda"))
+        return error_of(lambda: model(x))
+
+
 def loud() -> dict[str, Any]:
     """What would use a part of a gradient as if it were all of it."""
     module = Mlp()
@@ -192,6 +201,7 @@ def loud() -> dict[str, Any]:
     found["no zero_grad"] = error_of(lambda: model(x).sum().backward())
     found["join"] = error_of(lambda: model.join().__enter__())
     model.zero_grad()
+    found["captured"] = error_when_captured(model, x)
     found["add"] = error_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
     model(x).sum().backward()
     optimizer.step()

@@ -97,9 +97,9 @@ def test_a_compiled_model_has_the_graphs_that_it_has_with_torchs_class(two: list
             assert one["differences"] == 0.0, name
 
 
-def test_scripted_and_traced_models_wait_for_all_parameters_outside_of_ddp_too(two: list[Any]) -> None:
+def test_scripted_and_traced_models_and_cuda_graphs_wait_for_all_parameters_outside_of_ddp_too(two: list[Any]) -> None:
     for found in (rank["scripted"] for rank in two):
-        assert found.keys() == {"scripted", "traced", "a part"}
+        assert found.keys() == {"scripted", "traced", "a part", "a CUDA graph"}
         assert max(found.values()) < 1e-6  # what it fuses may round otherwise the next time
 
 
@@ -235,6 +235,7 @@ def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list
         assert "was not averaged by the model's backward pass" in found["not averaged"]
         assert "join() cannot be with a sharded optimizer" in found["join"]
         assert "make a new one with other groups" in found["add"]
+        assert "the model is captured in a CUDA graph" in found["captured"]
         for name, parameter in (("moved", "head.weight"), ("assigned", "layers.0.weight")):
             assert f"the parameter {parameter} is another, or has other memory, than when" in found[name]
 

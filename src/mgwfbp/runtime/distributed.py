@@ -339,8 +339,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, shards = self._handle, self._shards
         observer, drift = self._observer or self._self_tuning.tuner, self._self_tuning.drift
-        if shards is not None and shards.pending and (shards.runs_graphs or shards.waits_first):
-            shards.finish_all()
+        if shards is not None:
+            shards.before_forward()
         if handle is not None and handle.is_due:
             handle.before_forward()
         if observer is not None and torch.is_grad_enabled():

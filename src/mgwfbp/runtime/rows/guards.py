@@ -7,7 +7,7 @@ somebody asks its module for it: while gathers are under way the dict in which a
 what it uses when it uses it (also where a module uses the parameters of another, whose own forward pass never runs),
 and ``parameters()``, ``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that
 holds parameters elsewhere besides when the optimizer is made (torch's LSTM has a list of them) waits for them when its
-forward pass begins; a compiled, scripted or traced one, which asks nobody, waits for all.
+forward pass begins; one that is compiled, scripted, traced or a CUDA graph asks nobody, and waits for all.
 
 Once the last gather is finished modules have their own dicts again, and no hook. Dynamo, which cannot see through a
 `Guarded` dict, so traces what it would trace without us: the forward pass of a model in which something is compiled
