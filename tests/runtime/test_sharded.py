@@ -126,6 +126,11 @@ def test_a_plan_says_how_gradients_and_parameters_travel_each_in_groups_of_their
         assert "without a ShardedOptimizer that has it as plan=" in found["alone"]
 
 
+def test_one_rank_takes_a_plan_with_gathers_and_gathers_nothing(tmp_path: Path) -> None:
+    (found,) = run_ranks(RANKS, ["alone"], tmp_path, 1)
+    assert found["alone"] == {"groups": True, "gathers": [], "difference": 0.0}
+
+
 def test_the_models_plan_says_what_is_gathered_and_makes_such_an_optimizer_again(two: list[Any]) -> None:
     for found in (dict(rank["plans_in_force"]) for rank in two):
         assert "the plan sends messages in bfloat16" in found.pop("wire")
