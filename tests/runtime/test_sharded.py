@@ -278,6 +278,16 @@ def test_nothing_stays_of_a_model_and_its_optimizer(two: list[Any]) -> None:
         assert "cannot be copied or pickled" in found["copied"]
 
 
+def test_what_a_module_is_given_while_its_parameters_travel_stays_its_own() -> None:
+    from mgwfbp.runtime.rows.guards import Guarded
+
+    guarded = Guarded({})
+    guarded.own = own = {"weight": 1}
+    guarded |= {"bias": 2}
+    guarded.update(iter([("scale", 3)]))
+    assert own == guarded == {"weight": 1, "bias": 2, "scale": 3}
+
+
 def test_a_process_that_ends_while_parameters_travel_ends_well(tmp_path: Path) -> None:
     # A thread that waits for a message while Python ends would abort the process.
     ranks = [
