@@ -19,7 +19,7 @@ RANKS = "tests.runtime.shard_ranks"
 
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
 READ = ["readers", "delays", "races", "compiled", "scripted"]
-KEPT = ["states", "scheduled", "by_torchs_functions", "hooked", "named", "checkpointed"]
+KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed"]
 ODD = ["refused", "loud", "odd", "again", "ended", "skipped"]
 
 
@@ -176,6 +176,14 @@ def test_the_state_is_the_plain_optimizers_and_either_goes_on_with_the_others(tw
 def test_a_state_dict_has_what_a_scheduler_has_just_set(two: list[Any]) -> None:
     for found in (rank["scheduled"] for rank in two):
         assert found == {"groups": True, "resumed": 0.0}
+
+
+def test_a_state_of_other_groups_is_refused_in_torchs_words_and_changes_nothing(two: list[Any]) -> None:
+    for found in (rank["misfit"] for rank in two):
+        assert found["ours"] == found["torch's"]
+        assert "different number of parameter groups" in found["ours"][0]
+        assert "doesn't match the size of optimizer's group" in found["ours"][1]
+        assert found["unchanged"]
 
 
 def test_torchs_own_functions_for_checkpoints_see_the_plain_optimizers_state(two: list[Any]) -> None:
