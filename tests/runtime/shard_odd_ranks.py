@@ -48,6 +48,7 @@ def refused() -> dict[str, Any]:
         ),
         "not all": lambda: ShardedOptimizer(some, optim.SGD, list(some.module.parameters())[1:], lr=0.1),
         "twice": lambda: (first, ShardedOptimizer(twice, optim.SGD, lr=0.1)),
+        "wrapped twice": lambda: (first, ShardedOptimizer(model(twice.module), optim.SGD, lr=0.1)),
         "wire": lambda: ShardedOptimizer(model(wire="bfloat16"), optim.SGD, lr=0.1),
         "hook": lambda: ShardedOptimizer(hooked, optim.SGD, lr=0.1),
         "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
@@ -98,7 +99,10 @@ def ended() -> dict[str, Any]:
     """Models and optimizers end with their last names, threads with them."""
     found = []
     module = Recurrent()
+    model: Any = None
+    optimizer: Any = None
     for _ in range(3):
+        del model, optimizer
         model = DistributedDataParallel(module, tune=False)
         optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
         optimizer.zero_grad()  # what the one before has left

@@ -89,7 +89,6 @@ class Shards:
         # Whether a backward pass may leave parameters without a gradient. Where it may not, nobody reads what the
         # Reducer copies back into gradients, and it need not.
         self.has_unused = True
-        self.optimizer: Callable[[], object] = lambda: None  # whose gradients these are, as long as it is there
         self.waits_first = False  # whether forward passes begin when all gathers have ended, to see what they take then
         self._num_sent = 0
         self._lock = threading.RLock()
