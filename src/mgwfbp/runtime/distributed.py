@@ -307,7 +307,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def synchronize(self) -> None:
         """Wait for all parameters that a `ShardedOptimizer` gathers; without one there is nothing to wait for.
 
-        Only who holds parameters, and does not ask the module for them, needs it.
+        To be called before parameters are read or changed through a saved reference, which asks no module for them.
         """
         if self._shards is not None:
             self._shards.finish_all()
