@@ -17,6 +17,7 @@ from mgwfbp.runtime.observe.steps import AgreedSteps, Seen
 from mgwfbp.runtime.tune.decide import BUCKET_MIB, FAR, two_sizes
 from mgwfbp.runtime.tune.intervals import t_quantile
 from mgwfbp.runtime.tune.race import GLANCES, PRECISION, Limits, Turn, compare
+from mgwfbp.runtime.tune.tuner import _read_gathering, _write_gathering
 from mgwfbp.runtime.tune.tuning import Candidate, Comparison, Gathering, Tuning
 from mgwfbp.trace import layers_of
 from tests.runtime.worlds import World, random_world, tune_in
@@ -184,6 +185,23 @@ def test_groups_of_gathers_are_planned_with_what_was_seen_of_them_and_kept_only_
     )
     again = tune_in(world, in_force=chosen.plan)
     assert world.truth(again.candidates[0].plan).iteration_s <= 1.005 * kept_s
+
+
+@pytest.mark.parametrize(("network", "is_mixed"), [("25gbe", True), ("10gbe", False)])
+def test_a_plan_that_shards_some_messages_alone_is_said_where_it_is_predicted_to_be_worth_a_new_optimizer(
+    network: str, is_mixed: bool
+) -> None:
+    world = replace(quiet(network, 4), is_sharded=True)
+    verdict = tune_in(world)
+    assert verdict.gathering is not None
+    plan = verdict.gathering.per_group
+    assert (plan is not None) is is_mixed
+    tuning = Tuning("settled", "", 9, verdict.candidates, verdict.comparison, gathering=verdict.gathering)
+    assert _read_gathering(_write_gathering(verdict.gathering)) == verdict.gathering  # as other ranks are told
+    assert ("plan=model.tuning.gathering.per_group" in str(tuning)) is is_mixed
+    if plan is not None:
+        assert 0 < sum(plan.sharded) < plan.num_groups
+        assert world.truth(plan).iteration_s < 0.99 * world.truth(verdict.candidates[0].plan).iteration_s
 
 
 @pytest.mark.parametrize(("tolerance", "kept"), [(0.01, "all"), (0.05, "as it is")])
