@@ -46,7 +46,7 @@ def four(two: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         if one.name.startswith("checkpoint"):
             (shutil.copytree if one.is_dir() else shutil.copy)(one, folder / one.name)
     shutil.copy(folder_of_two(tmp_path_factory) / "state.pt", folder)
-    return run_ranks(RANKS, ["in_double", "resumed"], folder, 4)
+    return run_ranks(RANKS, ["in_single", "in_double", "resumed"], folder, 4)
 
 
 def test_after_30_steps_parameters_are_bitwise_those_of_the_plain_optimizer_at_2_ranks(two: list[Any]) -> None:
@@ -61,6 +61,17 @@ def test_so_they_are_in_all_ways_to_train(two: list[Any]) -> None:
     for found in two:
         assert found["modes"].pop("16 bits") < 1e-2  # on a CPU torch rounds the ends of tensors otherwise here, too
         assert found["modes"] == dict.fromkeys(found["modes"], 0.0)
+
+
+def test_at_4_ranks_single_precision_is_as_near_to_torchs_ddp_as_that_is_to_itself_with_other_buckets(
+    four: list[Any],
+) -> None:
+    for found in (rank["in_single"] for rank in four):
+        assert len(found) == 7
+        for name in ("SGD", "momentum", "Nesterov"):
+            assert found.pop(name)["ours"] < 1e-6, name
+        for name, error in found.items():
+            assert error["ours"] < 5 * error["torch's"] < 1e-4, name
 
 
 def test_at_4_ranks_sums_have_another_order_which_in_double_precision_is_next_to_nothing(
