@@ -158,13 +158,13 @@ def scripted() -> dict[str, float]:
 
     def graph_part() -> nn.Module:
         module: Any = Plain()
-        held = dict(module.head.named_parameters())  # whose memory a CUDA graph would have
+        held = dict(module.first.named_parameters())  # whose memory a CUDA graph would have
 
         def replay(x: Tensor) -> Tensor:
             return nn.functional.linear(x, **held)
 
         replay.__module__ = "torch.cuda.graphs"
-        module.head.forward = replay
+        module.first.forward = replay
         return module  # type: ignore[no-any-return]
 
     makers: dict[str, Callable[[], nn.Module]] = {
