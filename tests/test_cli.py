@@ -208,7 +208,7 @@ def test_a_plan_for_fsdp2_is_written_within_the_memory_there_is(folder: Path) ->
 def test_compare_has_a_row_of_the_sharded_plan_only_where_asked_to(folder: Path) -> None:
     WITH_FORWARD.save(folder / "trace.json")
     assert "gathers" not in run(folder, "compare", *FILES).stdout
-    done = run(folder, "compare", *FILES, "--engine", "ddp,sharded")
+    done = run(folder, "compare", *FILES, "--engine", "sharded")
     lines = done.stdout.splitlines()
     assert lines[0].split()[-3:] == ["bound", "gathers", "all-reduced"]
     assert [line.split()[0] for line in lines[-2:]] == ["optimal", "sharded"]
@@ -484,9 +484,8 @@ def test_cost_of_a_preset_network(folder: Path) -> None:
         ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--wire", "bfloat16"),
         ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--format", "torch"),
         ("plan", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--planner", "wfbp"),
-        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded"),
         ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "ddp,fsdp"),
-        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "ddp,sharded", "--wire", "float16"),
+        ("compare", "--trace", "trace.json", "--cost", "cost.json", "--engine", "sharded", "--wire", "float16"),
         (
             *("plan", "--trace", "trace.json", "--cost", "10gbe", "--workers", "8"),
             *("--wire", "float16", "--wire-cost", "cost.json"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from mgwfbp.cost import Cost
-from mgwfbp.costs import cost_with_low
+from mgwfbp.costs import ShardedCost, cost_with_halves, cost_with_low
 from mgwfbp.errors import FileError, FormatError, MgwfbpError, TrainError
 from mgwfbp.files import naming, parse_json, read_json, read_text, show_path
 from mgwfbp.plan import MergePlan
@@ -221,10 +221,11 @@ T = TypeVar("T")
 
 
 def _load_cost(path: str | os.PathLike[str]) -> Cost:
-    """Read ``cost.json``, with the cost of low precision where it has it."""
+    """Read ``cost.json``, with the costs of halves, or that of low precision, where it has them."""
     data = read_json(path)
     with naming(path):
-        return cost_with_low(data, Fields(data).get("wire", None))
+        found = cost_with_halves(data)
+        return found if isinstance(found, ShardedCost) else cost_with_low(data, Fields(data).get("wire", None))
 
 
 def _if_there(path: Path, read: Callable[[Path], T]) -> T | None:

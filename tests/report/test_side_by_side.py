@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from mgwfbp import BenchResult, Timeline
+from mgwfbp import BenchResult, Timeline, predict
+from mgwfbp.costs import ShardedCost
+from mgwfbp.planners import find_sharded_plan
 from mgwfbp.report import Inputs, find_cases, load_inputs
 from mgwfbp.run import TrainingRun
 from mgwfbp.units import format_seconds
 from tests.report.browser import Tab, write_page
-from tests.report.records import bench, write_demo, write_run
+from tests.report.records import TRACE, bench, measured_cost, write_demo, write_run
 
 SCALE = """svg => {
   // Pixels per unit, by the grid: where the first and the last line of the axis are, and what they say.
@@ -103,6 +105,22 @@ def test_of_two_runs_both_are_predicted_with_what_one_of_them_measured(tmp_path:
     assert [span.layers for span in ddp.predicted.messages] == [span.layers for span in ddp.measured.messages]
     # Its buckets do not stand there a second time.
     assert [strategy.name for strategy in case.strategies] == ["ddp", "auto", "wfbp", "single", "mgwfbp", "optimal"]
+
+
+def test_a_runs_own_sharded_plan_is_predicted_with_the_halves_that_it_measured(tmp_path: Path) -> None:
+    cost = measured_cost(2)
+    slow, fast = (
+        replace(cost, points=tuple((size, part * time_s) for size, time_s in cost.points)) for part in (0.4, 0.3)
+    )
+    halves = ShardedCost(cost, slow, fast)
+    plan = find_sharded_plan(TRACE, halves)
+    folder = write_run(tmp_path / "run", plan=plan)
+    halves.save(folder / "cost.json")
+    (folder / "predicted.json").unlink()
+    (case,) = find_cases(load_inputs([folder]))
+    assert plan.gathers
+    assert case.strategies[0].predicted == predict(TRACE, halves, plan)
+    assert case.cost == cost  # of the planners beside it, which all-reduce
 
 
 def test_a_median_of_turns_and_one_observed_step_have_names_of_their_own(tab: Tab, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
@@ -47,6 +48,7 @@ def refused() -> dict[str, Any]:
         ),
         "not all": lambda: ShardedOptimizer(some, optim.SGD, list(some.module.parameters())[1:], lr=0.1),
         "twice": lambda: (first, ShardedOptimizer(twice, optim.SGD, lr=0.1)),
+        "wrapped twice": lambda: (first, ShardedOptimizer(model(twice.module), optim.SGD, lr=0.1)),
         "wire": lambda: ShardedOptimizer(model(wire="bfloat16"), optim.SGD, lr=0.1),
         "hook": lambda: ShardedOptimizer(hooked, optim.SGD, lr=0.1),
         "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
@@ -97,7 +99,10 @@ def ended() -> dict[str, Any]:
     """Models and optimizers end with their last names, threads with them."""
     found = []
     module = Recurrent()
+    model: Any = None
+    optimizer: Any = None
     for _ in range(3):
+        del model, optimizer
         model = DistributedDataParallel(module, tune=False)
         optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
         optimizer.zero_grad()  # what the one before has left
@@ -168,6 +173,14 @@ def again() -> dict[str, Any]:
     return {"both": both, "shared": second.gathers == plan.gathers, "after": difference(got, expected)}
 
 
+def error_when_captured(model: Any, x: Tensor) -> str:
+    """What a forward pass says of a capture, as far as it can be told there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(model._shards, "_device", torch.device("cuda"))
+        return error_of(lambda: model(x))
+
+
 def loud() -> dict[str, Any]:
     """What would use a part of a gradient as if it were all of it."""
     module = Mlp()
@@ -192,6 +205,7 @@ def loud() -> dict[str, Any]:
     found["no zero_grad"] = error_of(lambda: model(x).sum().backward())
     found["join"] = error_of(lambda: model.join().__enter__())
     model.zero_grad()
+    found["captured"] = error_when_captured(model, x)
     found["add"] = error_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
     model(x).sum().backward()
     optimizer.step()

@@ -73,6 +73,23 @@ def planned() -> dict[str, Any]:
     }
 
 
+def alone() -> dict[str, Any]:
+    """One rank with a plan that others gather by: its groups are its messages, and there is nothing to gather."""
+    plan = replace(make_plan(Mlp(), 4), gathers=make_plan(Mlp(), 8).groups)
+    half = gathering(plan, 0.5)
+    model = DistributedDataParallel(Mlp(), tune=False)
+    optimizer = ShardedOptimizer(model, optim.AdamW, plan=plan, lr=0.01)
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    model.replan(half)
+    assert model.plan is not None
+    return {
+        "groups": model.plan.groups == plan.groups,
+        "gathers": optimizer.gathers,
+        "difference": beside_torchs(Way(optim.AdamW, {"lr": 0.01}, gathered=0.5), steps=3),
+    }
+
+
 def plans_in_force() -> dict[str, Any]:
     """What `model.plan` says of gathers: what is gathered now, however that came to be."""
     plan = make_plan(Mlp(), 4)
@@ -219,4 +236,4 @@ def copied() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (tuned, planned, plans_in_force, viewed, noted, observed, copied)
+SCENARIOS = (tuned, planned, alone, plans_in_force, viewed, noted, observed, copied)

@@ -37,6 +37,9 @@ def read_everything(model: Any, optimizer: Any, step: int) -> Any:
         lambda: sums([module.head(torch.ones(2, module.head.in_features))]),
         lambda: sums([module.head.weight, module.head.bias]),
         lambda: sums(dict(module.named_parameters()).values()),
+        lambda: sums(dict(module.head._parameters).values()),
+        lambda: sums({**module.head._parameters}.values()),
+        lambda: sums((module.head._parameters | {}).values()),
         lambda: sums(nn.utils.parameters_to_vector(module.parameters()).unbind()),
         lambda: sums([torch.func.functional_call(module.eval(), dict(module.named_parameters()), (x,))]),
         lambda: sums(value for value in optimizer.state_dict()["state"][0].values() if isinstance(value, Tensor)),
@@ -146,17 +149,29 @@ def compiled() -> dict[str, Any]:
 
 
 def scripted() -> dict[str, float]:
-    """Models that C++ runs, evaluated as they are while parameters come late."""
+    """Models that C++ runs, and what stands for a CUDA graph, evaluated as they are while parameters come late."""
 
     def script_part() -> nn.Module:
         module: Any = Plain()
         module.head = torch.jit.script(module.head)
         return module  # type: ignore[no-any-return]
 
+    def graph_part() -> nn.Module:
+        module: Any = Plain()
+        held = dict(module.first.named_parameters())  # whose memory a CUDA graph would have
+
+        def replay(x: Tensor) -> Tensor:
+            return nn.functional.linear(x, **held)
+
+        replay.__module__ = "torch.cuda.graphs"
+        module.first.forward = replay
+        return module  # type: ignore[no-any-return]
+
     makers: dict[str, Callable[[], nn.Module]] = {
         "scripted": lambda: torch.jit.script(Plain()),
         "traced": lambda: torch.jit.trace(Plain(), torch.ones(4, 6)),
         "a part": script_part,
+        "a CUDA graph": graph_part,
     }
     with late_gathers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch no longer likes them

@@ -3,6 +3,8 @@
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
 from tests.runtime.models import Mlp, make_plan
-from tests.runtime.shard_ways import OPTIMIZERS, STEPS, Channels, Way, difference, params_of, sums, train
+from tests.runtime.shard_ways import OPTIMIZERS, STEPS, Channels, Way, difference, error_of, params_of, sums, train
 
 
 def states() -> dict[str, Any]:
@@ -104,6 +106,18 @@ def scheduled() -> dict[str, Any]:
     steps(other, optimizer, 2, schedulers[1])
     ends = [[one.detach() for one in model.parameters()] for model in (other, plain[0])]
     return {"groups": got[0]["param_groups"] == expected[0]["param_groups"], "resumed": difference(*ends)}
+
+
+def misfit() -> dict[str, Any]:
+    """What ours and torch's say of states that have other groups, or groups of another size."""
+    way = OPTIMIZERS["AdamW"]
+    ours, plain = (train(way, sharded=sharded, steps=2)[2][1] for sharded in (True, False))
+    other = train(replace(way, groups=True), sharded=False, steps=2)[2][1].state_dict()
+    fewer = copy.deepcopy(plain.state_dict())
+    fewer["param_groups"][0]["params"].pop()
+    before = copy.deepcopy(ours.state_dict())
+    said = [[error_of(partial(one.load_state_dict, state)) for state in (other, fewer)] for one in (ours, plain)]
+    return {"ours": said[0], "torch's": said[1], "unchanged": alike(ours.state_dict(), before)}
 
 
 def by_torchs_functions() -> dict[str, Any]:
@@ -262,4 +276,4 @@ def resumed() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (states, scheduled, by_torchs_functions, hooked, named, checkpointed, resumed)
+SCENARIOS = (states, scheduled, misfit, by_torchs_functions, hooked, named, checkpointed, resumed)

@@ -19,7 +19,7 @@ RANKS = "tests.runtime.shard_ranks"
 
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
 READ = ["readers", "delays", "races", "compiled", "scripted"]
-KEPT = ["states", "scheduled", "by_torchs_functions", "hooked", "named", "checkpointed"]
+KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed"]
 ODD = ["refused", "loud", "odd", "again", "ended", "skipped"]
 
 
@@ -46,7 +46,7 @@ def four(two: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         if one.name.startswith("checkpoint"):
             (shutil.copytree if one.is_dir() else shutil.copy)(one, folder / one.name)
     shutil.copy(folder_of_two(tmp_path_factory) / "state.pt", folder)
-    return run_ranks(RANKS, ["in_double", "resumed"], folder, 4)
+    return run_ranks(RANKS, ["in_single", "in_double", "resumed"], folder, 4)
 
 
 def test_after_30_steps_parameters_are_bitwise_those_of_the_plain_optimizer_at_2_ranks(two: list[Any]) -> None:
@@ -61,6 +61,17 @@ def test_so_they_are_in_all_ways_to_train(two: list[Any]) -> None:
     for found in two:
         assert found["modes"].pop("16 bits") < 1e-2  # on a CPU torch rounds the ends of tensors otherwise here, too
         assert found["modes"] == dict.fromkeys(found["modes"], 0.0)
+
+
+def test_at_4_ranks_single_precision_is_as_near_to_torchs_ddp_as_that_is_to_itself_with_other_buckets(
+    four: list[Any],
+) -> None:
+    for found in (rank["in_single"] for rank in four):
+        assert len(found) == 7
+        for name in ("SGD", "momentum", "Nesterov"):
+            assert found.pop(name)["ours"] < 1e-6, name
+        for name, error in found.items():
+            assert error["ours"] < 5 * error["torch's"] < 1e-4, name
 
 
 def test_at_4_ranks_sums_have_another_order_which_in_double_precision_is_next_to_nothing(
@@ -98,9 +109,9 @@ def test_a_compiled_model_has_the_graphs_that_it_has_with_torchs_class(two: list
             assert one["differences"] == 0.0, name
 
 
-def test_scripted_and_traced_models_wait_for_all_parameters_outside_of_ddp_too(two: list[Any]) -> None:
+def test_scripted_and_traced_models_and_cuda_graphs_wait_for_all_parameters_outside_of_ddp_too(two: list[Any]) -> None:
     for found in (rank["scripted"] for rank in two):
-        assert found.keys() == {"scripted", "traced", "a part"}
+        assert found.keys() == {"scripted", "traced", "a part", "a CUDA graph"}
         assert max(found.values()) < 1e-6  # what it fuses may round otherwise the next time
 
 
@@ -125,6 +136,11 @@ def test_a_plan_says_how_gradients_and_parameters_travel_each_in_groups_of_their
         assert found["whole"]
         assert all("all-reduces one of them and shards the other" in found[name] for name in ("mixed", "torch's"))
         assert "without a ShardedOptimizer that has it as plan=" in found["alone"]
+
+
+def test_one_rank_takes_a_plan_with_gathers_and_gathers_nothing(tmp_path: Path) -> None:
+    (found,) = run_ranks(RANKS, ["alone"], tmp_path, 1)
+    assert found["alone"] == {"groups": True, "gathers": [], "difference": 0.0}
 
 
 def test_the_models_plan_says_what_is_gathered_and_makes_such_an_optimizer_again(two: list[Any]) -> None:
@@ -174,6 +190,14 @@ def test_a_state_dict_has_what_a_scheduler_has_just_set(two: list[Any]) -> None:
         assert found == {"groups": True, "resumed": 0.0}
 
 
+def test_a_state_of_other_groups_is_refused_in_torchs_words_and_changes_nothing(two: list[Any]) -> None:
+    for found in (rank["misfit"] for rank in two):
+        assert found["ours"] == found["torch's"]
+        assert "different number of parameter groups" in found["ours"][0]
+        assert "doesn't match the size of optimizer's group" in found["ours"][1]
+        assert found["unchanged"]
+
+
 def test_torchs_own_functions_for_checkpoints_see_the_plain_optimizers_state(two: list[Any]) -> None:
     for found in (rank["by_torchs_functions"] for rank in two):
         for name, one in found.items():
@@ -215,7 +239,8 @@ def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
         "unknown": "rank 0: Mine is not known to update every number by itself",
         "another model's": "rank 1: a parameter of shape [3] is not one that the model averages gradients of",
         "not all": "rank 0: the parameter layers.0.weight is trained by the model and was not given",
-        "twice": "rank 0: the model has a sharded optimizer already",
+        "twice": "rank 0: the parameter layers.0.weight has a sharded optimizer already",
+        "wrapped twice": "rank 0: the parameter layers.0.weight has a sharded optimizer already",
         "wire": "rank 0: wire='bfloat16' and a sharded optimizer each say how gradients travel",
         "hook": "rank 0: a communication hook says how gradients travel",
         "skips": "rank 0: messages without a used gradient are skipped (skip_all_reduce_unused_params)",
@@ -236,6 +261,7 @@ def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list
         assert "was not averaged by the model's backward pass" in found["not averaged"]
         assert "join() cannot be with a sharded optimizer" in found["join"]
         assert "make a new one with other groups" in found["add"]
+        assert "the model is captured in a CUDA graph" in found["captured"]
         for name, parameter in (("moved", "head.weight"), ("assigned", "layers.0.weight")):
             assert f"the parameter {parameter} is another, or has other memory, than when" in found[name]
 
@@ -271,6 +297,16 @@ def test_nothing_stays_of_a_model_and_its_optimizer(two: list[Any]) -> None:
         assert found["plain dicts"]
         assert not found["is held"]
         assert "cannot be copied or pickled" in found["copied"]
+
+
+def test_what_a_module_is_given_while_its_parameters_travel_stays_its_own() -> None:
+    from mgwfbp.runtime.rows.guards import Guarded
+
+    guarded = Guarded({})
+    guarded.own = own = {"weight": 1}
+    guarded |= {"bias": 2}
+    guarded.update(iter([("scale", 3)]))
+    assert own == guarded == {"weight": 1, "bias": 2, "scale": 3}
 
 
 def test_a_process_that_ends_while_parameters_travel_ends_well(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def test_the_plan_for_a_sharded_optimizer_stands_beside_those_that_all_reduce(
 ) -> None:
     arguments = ("--trace", trace_file, "--network", "1gbe", "--network", "10gbe", "--workers", "4,16", *disturbed)
     usual = rows_of(capsys, *arguments)
-    rows = rows_of(capsys, *arguments, "--engine", "ddp,sharded")
+    rows = rows_of(capsys, *arguments, "--engine", "sharded")
     assert [row["planner"] for row in rows] == [*PLANNERS, "sharded"] * 4
     reduced = [row for row in rows if row["planner"] != "sharded"]
     assert [{key: value for key, value in row.items() if key not in OF_GATHERS} for row in reduced] == usual
@@ -462,7 +462,7 @@ def test_a_written_plan_with_gathers_is_simulated_as_it_says(
     assert {**written, "planner": "sharded"} == planned
 
 
-@pytest.mark.parametrize("arguments", [("sharded",), ("ddp,fsdp",), ("ddp,sharded", "--wire", "bfloat16")])
+@pytest.mark.parametrize("arguments", [("ddp,fsdp",), ("sharded", "--wire", "bfloat16")])
 def test_engines_that_cannot_be_are_refused_in_one_line(
     trace_file: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import LinearCost, MergePlan, PlanError, StrategyError, TrainError, TrainingRun, load_cost, load_trace
-from mgwfbp.costs import WireCost
+from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.train.batches import Batches
 from mgwfbp.train.checkpoints import CheckpointFolder
 from mgwfbp.train.config import TrainConfig
@@ -328,6 +328,8 @@ def test_a_tuned_run_with_a_sharded_optimizer_goes_on_with_its_plan_and_a_plain_
     plan = train_to_end(config, folder).plan  # a tuner has at most a quarter of the steps to compare, and has settled
     assert plan is not None
     assert sorted(name for group in plan.gathers for name in group) == sorted(plan.layer_names)
+    cost = ShardedCost.load(folder / "cost.json")  # to whoever needs no halves it is that of an all-reduce
+    assert cost.all_reduce(1000) == pytest.approx(cost.reduce_scatter(1000) + cost.all_gather(1000))
     longer = train_to_end(replace(config, epochs=17), folder, resume=True).plan
     assert longer is not None
     assert longer.messages == plan.messages
@@ -356,6 +358,15 @@ def test_plans_for_a_sharded_optimizer_are_run_and_a_run_that_goes_on_has_the_sa
         assert first.planner == ("by hand" if config.cost is None else "sharded")
         assert first.gathers == half.gathers if config.cost is None else first.gathers
         assert equal(weights(run.folder), plain)
+
+
+def test_the_halves_of_a_given_cost_are_planned_with(tmp_path: Path) -> None:
+    line, half = LinearCost(2, 1e-3, 1e-8), LinearCost(2, 1.0, 1e-8)  # of half a line each all would be sharded
+    ShardedCost(line, half, half).save(tmp_path / "cost.json")
+    config = replace(TINY, strategy="optimal", cost=str(tmp_path / "cost.json"), shard_optimizer=True, epochs=1)
+    plan = train_to_end(config, tmp_path / "run").plan
+    assert plan is not None
+    assert (plan.planner, plan.gathers) == ("sharded", ())
 
 
 def test_a_sharded_optimizer_is_refused_where_something_else_says_how_gradients_travel() -> None:

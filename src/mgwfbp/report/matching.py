@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mgwfbp.cost import Cost, PiecewiseCost
-from mgwfbp.costs import LowCost, WireCost, full_precision_cost
+from mgwfbp.costs import LowCost, ShardedCost, WireCost, full_precision_cost
 from mgwfbp.errors import MgwfbpError, PlanError
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import PLANNERS, Planner
@@ -199,9 +199,15 @@ def _measured_both(run: TrainingRun) -> bool:
 def _own_prediction(run: TrainingRun) -> Timeline | None:
     if run.predicted is not None:
         return _marked(run.predicted, run.plan)
+    return _predicted(run.plan, run.trace, _all_costs(run))
+
+
+def _all_costs(run: TrainingRun) -> Cost | None:
+    """Return a run's cost with those of halves, or that of low precision, where it knows them."""
+    if isinstance(run.cost, ShardedCost):
+        return run.cost
     cost, low_cost = _cost(run), _learnt_low_cost(run)
-    both = WireCost(cost, low_cost) if cost and low_cost else cost
-    return _predicted(run.plan, run.trace, both)
+    return WireCost(cost, low_cost) if cost and low_cost else cost
 
 
 def _learnt_low_cost(run: TrainingRun) -> KnownCost | None:

@@ -307,7 +307,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def synchronize(self) -> None:
         """Wait for all parameters that a `ShardedOptimizer` gathers; without one there is nothing to wait for.
 
-        Only who holds parameters, and does not ask the module for them, needs it.
+        To be called before parameters are read or changed through a saved reference, which asks no module for them.
         """
         if self._shards is not None:
             self._shards.finish_all()
@@ -338,8 +338,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         handle, shards, tuning = self._handle, self._shards, self._self_tuning
-        if shards is not None and shards.pending and (shards.runs_graphs or shards.waits_first):
-            shards.finish_all()
+        if shards is not None:
+            shards.before_forward()
         if handle is not None and handle.is_due:
             handle.before_forward()
         if torch.is_grad_enabled():

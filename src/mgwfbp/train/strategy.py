@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mgwfbp.cost import Cost
-from mgwfbp.costs import WireCost, cost_with_low, halved_words
+from mgwfbp.costs import WireCost, cost_with_halves, cost_with_low, halved_words
 from mgwfbp.errors import TrainError
 from mgwfbp.files import naming, read_json
 from mgwfbp.measure.agreement import agree_on_trace, together
@@ -69,12 +69,12 @@ def _wire_of(config: TrainConfig) -> str | None:
 
 
 def _load_cost(config: TrainConfig) -> Cost | None:
-    """Return the cost that was given, if one was, with that of low precision where it has it."""
+    """Return the cost that was given, if one was, with those of halves or of low precision, whichever the run sends."""
     if config.cost is None:
         return None
     data = read_json(config.cost)
     with naming(config.cost):
-        return cost_with_low(data, _wire_of(config))
+        return cost_with_halves(data) if config.shard_optimizer else cost_with_low(data, _wire_of(config))
 
 
 def _is_planned(config: TrainConfig) -> bool:

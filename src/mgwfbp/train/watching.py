@@ -86,4 +86,5 @@ class CommunicationWatch:
         self._writer.save("tuning.json", tuning.to_json())
         self._writer.save("plan.json", self._ddp.plan)
         self._writer.save("trace.json", tuning.trace)
-        self._writer.save("cost.json", tuning.cost)
+        # With a sharded optimizer the tuner's cost of a message is a reduce-scatter's; a file's is an all-reduce's.
+        self._writer.save("cost.json", tuning.cost if tuning.gathering is None else tuning.costs)

@@ -7,7 +7,7 @@ somebody asks its module for it: while gathers are under way the dict in which a
 what it uses when it uses it (also where a module uses the parameters of another, whose own forward pass never runs),
 and ``parameters()``, ``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that
 holds parameters elsewhere besides when the optimizer is made (torch's LSTM has a list of them) waits for them when its
-forward pass begins; a compiled, scripted or traced one, which asks nobody, waits for all.
+forward pass begins; one that is compiled, scripted, traced or a CUDA graph asks nobody, and waits for all.
 
 Once the last gather is finished modules have their own dicts again, and no hook. Dynamo, which cannot see through a
 `Guarded` dict, so traces what it would trace without us: the forward pass of a model in which something is compiled
@@ -20,7 +20,7 @@ a shallow copy of a module, and what C++ reads (``torch.jit.save``): ``model.syn
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -138,14 +138,14 @@ class _FinishesFirst:
         return self._graph(*arguments, **named)
 
 
-def _on_both(name: str) -> Any:
-    """Return a method of a dict that changes it and the dict that it stands for."""
-    change = getattr(dict, name)
+def _changing(name: str) -> Any:
+    """Return a method of a dict that changes the dict that this one stands for, and then holds what that does."""
 
     def call(self: "Guarded", *arguments: Any, **named: Any) -> Any:
         self._finish()
-        getattr(self.own, name)(*arguments, **named)
-        return change(self, *arguments, **named)
+        found = getattr(self.own, name)(*arguments, **named)
+        self._hold_own()
+        return self if found is self.own else found
 
     return call
 
@@ -162,8 +162,11 @@ class Guarded(dict[str, Any]):
     def stand_for(self, own: dict[str, Any], finisher: Finisher) -> None:
         """Hold what a module's own dict holds now."""
         self.own, self.finisher = own, finisher
+        self._hold_own()
+
+    def _hold_own(self) -> None:
         dict.clear(self)
-        dict.update(self, own)
+        dict.update(self, self.own)
 
     def finish_all(self) -> None:
         """Finish all parameters, of other modules too."""
@@ -177,6 +180,11 @@ class Guarded(dict[str, Any]):
     def _finish_one(self, parameter: Any) -> None:
         if id(parameter) in self._pending and (finisher := self.finisher) is not None:  # else another thread has
             finisher.finish(parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        # CPython copies a dict, for `dict(x)`, `{**x}` and `x | y`, without asking for its items where iteration is a
+        # dict's own.
+        return super().__iter__()
 
     def __getitem__(self, name: str) -> Any:
         parameter = dict.__getitem__(self, name)
@@ -200,13 +208,14 @@ class Guarded(dict[str, Any]):
         self._finish()
         return super().values()
 
-    __setitem__ = _on_both("__setitem__")
-    __delitem__ = _on_both("__delitem__")
-    pop = _on_both("pop")
-    popitem = _on_both("popitem")
-    setdefault = _on_both("setdefault")
-    update = _on_both("update")
-    clear = _on_both("clear")
+    __setitem__ = _changing("__setitem__")
+    __delitem__ = _changing("__delitem__")
+    __ior__ = _changing("__ior__")
+    pop = _changing("pop")
+    popitem = _changing("popitem")
+    setdefault = _changing("setdefault")
+    update = _changing("update")
+    clear = _changing("clear")
 
     def copy(self) -> dict[str, Any]:
         """Return an ordinary dict."""

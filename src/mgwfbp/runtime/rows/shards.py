@@ -74,10 +74,9 @@ class Shards:
 
     def __init__(self, owned: Sequence[Owned], group: Any, gather_group: Any) -> None:
         self.owned = owned
-        self._group, self._world = group, dist.get_world_size(group)
-        device = owned[0].memory.device
-        self._reduces = Channel(group, device)
-        self._gathers = self._reduces if gather_group is None else Channel(gather_group, device)
+        self._group, self._world, self._device = group, dist.get_world_size(group), owned[0].memory.device
+        self._reduces = Channel(group, self._device)
+        self._gathers = self._reduces if gather_group is None else Channel(gather_group, self._device)
         self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
         # Of the reduction that is under way; None for what was all-reduced.
         self._arrived: list[tuple[_Message, tuple[Tensor, Tensors] | None]] = []
@@ -85,18 +84,19 @@ class Shards:
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
         self._guards: Guards | None = None
         self._others: list[nn.Parameter] = []  # of the module, frozen ones say
-        self.runs_graphs = False  # whether some of the model is compiled or scripted, and asks nobody for parameters
+        self.runs_graphs = False  # whether some of the model is a graph, and asks nobody for parameters
         self.on_gather: OnGather | None = None  # called with every gather that is begun
         # Whether a backward pass may leave parameters without a gradient. Where it may not, nobody reads what the
         # Reducer copies back into gradients, and it need not.
         self.has_unused = True
-        self.optimizer: Callable[[], object] = lambda: None  # whose gradients these are, as long as it is there
         self.waits_first = False  # whether forward passes begin when all gathers have ended, to see what they take then
         self._num_sent = 0
         self._lock = threading.RLock()
 
     def check(self, groups: Sequence[Sequence[str]], gathers: Sequence[Sequence[str]] = ()) -> None:
         """Raise where a message holds what all ranks update and what each updates a row of, or gathers are others."""
+        if self._world == 1:  # which owns all of what any plan gathers
+            return
         is_whole = {one.name: one.is_whole for one in self.owned}
         wrong = [name for group in gathers for name in group if is_whole[name]]
         if wrong or (gathers and sum(map(len, gathers)) < len(self.owned) - sum(is_whole.values())):
@@ -202,8 +202,7 @@ class Shards:
         self.finish_all()
         if groups and self._guards is not None:
             self._guards.put_on(self, all_first=self.runs_graphs)
-        device = self.owned[0].memory.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         for places in groups:
             message = self._message_of(places)
             own = torch.cat(message.own)
@@ -216,6 +215,16 @@ class Shards:
             noted = None if self.on_gather is None else self.on_gather(message.num_bytes, arrives)
             gather = _Gather(message, own, rows, arrives, noted, stream)
             self.pending.update(dict.fromkeys(message.ids, gather))
+
+    def before_forward(self) -> None:
+        """Wait for all parameters where the model's forward pass that begins asks for none, or shall be observed."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ShardError(
+                "the model is captured in a CUDA graph, which would run before parameters are gathered: capture "
+                "modules inside of it with torch.cuda.make_graphed_callables, or use a plain optimizer"
+            )
+        if self.pending and (self.runs_graphs or self.waits_first):
+            self.finish_all()
 
     def finish(self, parameter: Tensor) -> None:
         """Wait for a parameter, and finish all that came with it."""

@@ -1,6 +1,5 @@
 """An optimizer of which every rank does its share while parameters travel: `ShardedOptimizer`."""
 
-import gc
 import os
 import weakref
 from collections import defaultdict
@@ -24,7 +23,7 @@ from mgwfbp.runtime.rows.rows import Owned
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.rows.spread import SpreadGradient
 from mgwfbp.runtime.sharded.clipping import clip_rows
-from mgwfbp.runtime.sharded.refusals import problem_of_sharding
+from mgwfbp.runtime.sharded.refusals import problem_of_sharding, take_parameters
 from mgwfbp.runtime.sharded.state import RowStates, step_alone
 
 __all__ = ["ShardedOptimizer"]
@@ -53,7 +52,7 @@ class ShardedOptimizer(optim.Optimizer):
     All ranks must make it, and call `step`, `clip_grad_norm_` and `state_dict`.
 
     Args:
-        model: one of ours, which has no other sharded optimizer (any more).
+        model: one of ours, of whose parameters no other sharded optimizer has any (any more).
         optimizer_class: one of `torch.optim` that updates every number by itself.
         params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
             model where it is not given.
@@ -79,8 +78,6 @@ class ShardedOptimizer(optim.Optimizer):
         if not isinstance(model, DistributedDataParallel):
             raise ShardError(f"the model is a {type(model).__name__}, expected mgwfbp.DistributedDataParallel")
         groups = _groups(model.module.parameters() if params is None else params)
-        if model._shards is not None:
-            gc.collect()  # an optimizer that nobody needs any more may be held by a scheduler that it holds
         problem = problem_of_sharding(model, optimizer_class, groups)
         with on_device(model.device):
             failed = first_problem(problem, model.process_group)
@@ -104,10 +101,10 @@ class ShardedOptimizer(optim.Optimizer):
         numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
         self._shards = Shards(owned, model.process_group, _gather_group(model))
-        self._shards.optimizer = weakref.ref(self)
         model._shard_with(self._shards)
         if given is not None:
             model.replan(replace(given, predicted={}))
+        take_parameters(self, own.parameters)
         self._is_made = True
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:

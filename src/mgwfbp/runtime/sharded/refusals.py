@@ -1,8 +1,12 @@
 """Whether a model can have a sharded optimizer: `problem_of_sharding` says why not."""
 
+import gc
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
-from torch import optim
+from torch import Tensor, optim
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.messages.gloo import sends_over_gloo
@@ -11,7 +15,7 @@ from mgwfbp.runtime.reducer.support import cannot_hold, lacks, missing
 from mgwfbp.runtime.rows.rows import is_dense
 from mgwfbp.units import quote
 
-__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "problem_of_sharding"]
+__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "problem_of_sharding", "take_parameters"]
 
 # What updates every number by itself, so that it may be given rows of parameters.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -34,6 +38,19 @@ NOT_ELEMENTWISE = {
     "SparseAdam": "is for sparse gradients",
 }
 
+# The sharded optimizer of each parameter, in whichever model; neither is kept.
+_OPTIMIZERS = WeakTensorKeyDictionary()
+
+
+def take_parameters(optimizer: optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Note whose parameters these are, as long as the optimizer is there."""
+    for parameter in parameters:
+        _OPTIMIZERS[parameter] = weakref.ref(optimizer)
+
+
+def _is_taken(parameter: Tensor) -> bool:
+    return parameter in _OPTIMIZERS and _OPTIMIZERS[parameter]() is not None
+
 
 def problem_of_sharding(
     model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], groups: list[dict[str, Any]]
@@ -50,11 +67,6 @@ def _cannot_shard(model: DistributedDataParallel) -> str:
     """Say why no sharded optimizer can have a model's gradients; empty where one can."""
     if absent := missing():
         return lacks(absent)
-    if model._shards is not None and model._shards.optimizer() is not None:
-        return (
-            "the model has a sharded optimizer already, and a parameter can have one only: delete all references to "
-            "that one first, or wrap the module anew"
-        )
     if model.device is not None and model.device.type == "cuda" and sends_over_gloo(model.process_group, model.device):
         return "the model is on a GPU and its process group is gloo, which cannot reduce-scatter there: use nccl"
     if model._wire is not None:
@@ -85,6 +97,10 @@ def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> s
     devices = {one.device for one in own.parameters}
     if len(devices) > 1:
         return f"parameters are on {len(devices)} devices, expected one"
+    if any(map(_is_taken, own.parameters)):
+        gc.collect()  # an optimizer that nobody needs any more may be held by a scheduler that it holds
+    if taken := [name for name, one in zip(own.names, own.parameters, strict=True) if _is_taken(one)]:
+        return f"the parameter {taken[0]} has a sharded optimizer already: delete all references to that one first"
     return ""
 
 

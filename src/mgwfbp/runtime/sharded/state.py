@@ -44,9 +44,11 @@ class RowStates:
 
     def take_whole(self, state_dict: dict[str, Any]) -> None:
         """Keep this rank's rows of such a state dict."""
-        state, keys = dict(state_dict["state"]), self._elementwise_keys(state_dict["param_groups"])
+        state, groups = dict(state_dict["state"]), state_dict["param_groups"]
+        is_alike = len(groups) == len(self._inner.param_groups)  # else torch says what is wrong
+        keys = self._elementwise_keys(groups) if is_alike else set[str]()
         # Torch has them numbered, and names of its own where it makes a state dict itself.
-        called = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        called = list(chain.from_iterable(group["params"] for group in groups))
         for number, owned in self._owned:
             if number < len(called) and (name := called[number]) in state:  # else torch says what is wrong
                 state[name] = {

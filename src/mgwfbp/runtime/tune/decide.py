@@ -20,7 +20,8 @@ and of those within the tolerance of the fastest the one that sends the fewest b
 
 Where a sharded optimizer gathers parameters (``gathers``), that is tuned when the messages are chosen: it is observed
 what gathers take, when the forward pass needs each, and what that takes without them; groups are planned, and take
-turns with those in force as in 3 and 4, in at most `GATHERS` of the steps again.
+turns with those in force as in 3 and 4, in at most `GATHERS` of the steps again. What is sharded is not changed, since
+state would have to move; a plan that all-reduces some messages, and is predicted to be worth a new optimizer, is said.
 """
 
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
@@ -32,7 +33,7 @@ from statistics import median
 from mgwfbp.cost import Cost, PiecewiseCost
 from mgwfbp.plan import SHORT_WIRES, MergePlan
 from mgwfbp.planners import find_plan, plan_bucket, plan_wire, planner_of
-from mgwfbp.planners.sharded import plan_gathers
+from mgwfbp.planners.sharded import plan_gathers, plan_sharded
 from mgwfbp.ranges import off_by, predict_range
 from mgwfbp.runtime.observe.learn import Learner
 from mgwfbp.runtime.observe.steps import Gradients, Note, Seen
@@ -58,6 +59,8 @@ BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
 # The part of the steps in which groups of gathers may be compared, besides.
 GATHERS = 0.25
+# A plan that needs a new optimizer is predicted to shorten the step by more than this part, or is not mentioned.
+NEW_OPTIMIZER = 0.01
 
 Messages = tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[tuple[str, ...], ...]]
 Named = dict[Messages, tuple[str, MergePlan]]  # plans and their names, by what each sends
@@ -115,7 +118,12 @@ def decide(
     candidates = yield from _find_candidates(situation, known, fitting, limits.steps)
     in_force = candidates[0].name
     candidates, comparison = yield from compare(
-        candidates, limits, known.learn, lambda plan: plan.low_bytes(size_of), situation.tolerance
+        candidates,
+        limits,
+        known.learn,
+        lambda plan: plan.low_bytes(size_of),
+        situation.tolerance,
+        regresses=situation.gathers is None,  # gathers may have the groups of messages
     )
     before_s = {one.name: one.step_s for one in candidates}[in_force]
     chosen = candidates[0]
@@ -189,12 +197,18 @@ def _gathers(
     plans = {plan.gathers: plan for plan in (before, replace(before, gathers=planned))}
     names = ("as before", "planned")
     rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
-    found, comparison = yield from compare(rivals, replace(limits, steps=int(GATHERS * limits.steps)))
+    limits = replace(limits, steps=int(GATHERS * limits.steps))
+    found, comparison = yield from compare(rivals, limits, regresses=False)
     kept = _predicted(replace(chosen, plan=found[0].plan), trace, cost)
     if found[0].steps_s:
         kept = replace(kept, steps_s=found[0].steps_s, step_s=found[0].step_s)
     all_reduced_s = predict(trace, cost.all_reduce, find_plan(trace, cost.all_reduce)).iteration_s
-    return kept, Gathering(comparison, known.gather_cost, all_reduced_s)
+    per_group = allowed(plan_sharded(trace, cost))
+    per_group_s = predict(trace, cost, per_group).iteration_s
+    is_mixed = 0 < sum(per_group.sharded) < per_group.num_groups  # else it is a plain optimizer's, or as this one
+    is_worth = is_mixed and per_group_s < (1 - NEW_OPTIMIZER) * kept.predicted_s
+    said = replace(per_group, predicted={"iteration_s": per_group_s}) if is_worth else None
+    return kept, Gathering(comparison, known.gather_cost, all_reduced_s, said)
 
 
 def _in_low_precision(

@@ -18,7 +18,8 @@ plan is out that is slower than the fastest one with `DROPPED`, or ahead of it b
 
 Batches may differ in size from step to step, and machines have slow spells. The forward pass shows both, and a plan
 does not change the forward pass: so the part of a step that goes with its forward pass is taken out (a regression of
-logarithms over all steps), unless a plan did change the forward pass after all.
+logarithms over all steps), unless a plan did change the forward pass after all. With a sharded optimizer it does, since
+gathers run beside the forward pass, and nothing is taken out.
 """
 
 import math
@@ -87,15 +88,17 @@ def compare(
     learn: Callable[[MergePlan, Seen], object] = lambda *_: None,
     low_bytes: Callable[[MergePlan], int] = lambda _: 0,
     tolerance: float = PRECISION,
+    *,
+    regresses: bool = True,
 ) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
     """Run plans in turns until the fastest is known; the first is kept unless another is faster beyond doubt.
 
     Of plans that are slower than the fastest by no more than ``tolerance`` the one is kept that has the fewest
     ``low_bytes``, bytes in low precision; and one with fewer than the plan in force replaces it where it is not slower
-    by more than that, beyond doubt. Returns them with their steps, the chosen one first and the others by their speed,
-    and how sure it is.
+    by more than that, beyond doubt. It ``regresses``, takes out what goes with the forward pass, where plans do not
+    change that. Returns plans with their steps, the chosen one first and the others by their speed, and how sure it is.
     """
-    race = _Race(candidates, [low_bytes(one.plan) for one in candidates], tolerance)
+    race = _Race(candidates, [low_bytes(one.plan) for one in candidates], tolerance, regresses=regresses)
     spent, left, is_decided = 0, list(range(len(candidates))), False
     while len(left) > 1 and race.turns < limits.turns and spent < limits.steps and not is_decided:
         notes = GLANCE if race.turns < GLANCES else LONGER
@@ -117,8 +120,11 @@ def compare(
 class _Race:
     """Steps of several plans, turn by turn; a plan is known by its place, that in force by 0."""
 
-    def __init__(self, candidates: Sequence[Candidate], low_bytes: Sequence[int], tolerance: float) -> None:
+    def __init__(
+        self, candidates: Sequence[Candidate], low_bytes: Sequence[int], tolerance: float, *, regresses: bool
+    ) -> None:
         self._candidates, self._low_bytes, self._tolerance = candidates, low_bytes, tolerance
+        self._regresses = regresses
         self._turns: list[dict[int, AgreedSteps]] = []
         self._logarithms: list[dict[int, _Logarithms]] = []
         self._levels: list[dict[int, float]] = []  # of their steps, without what goes with the forward pass
@@ -131,7 +137,7 @@ class _Race:
     def add(self, seen: Mapping[int, AgreedSteps]) -> None:
         self._turns.append(dict(seen))
         self._logarithms.append({place: _Logarithms.of(steps) for place, steps in seen.items()})
-        slope = self._find_slope()
+        slope = self._find_slope() if self._regresses else 0.0
         self._levels = [{place: one.level(slope) for place, one in turn.items()} for turn in self._logarithms]
 
     def still_open(self, left: Sequence[int]) -> list[int]:

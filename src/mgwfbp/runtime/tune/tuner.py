@@ -339,7 +339,9 @@ def _write_gathering(found: Gathering) -> dict[str, Any]:
 
 
 def _read_gathering(said: Mapping[str, Any]) -> Gathering:
-    return Gathering(Comparison(**said["comparison"]), PiecewiseCost.from_json(said["cost"]), said["all_reduced_s"])
+    per_group = None if said["per_group"] is None else MergePlan.from_json(said["per_group"])
+    comparison, cost = Comparison(**said["comparison"]), PiecewiseCost.from_json(said["cost"])
+    return Gathering(comparison, cost, said["all_reduced_s"], per_group)
 
 
 def _read(text: str, subject: _Subject) -> _Order:

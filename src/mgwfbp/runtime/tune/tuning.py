@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mgwfbp.cost import Cost, PiecewiseCost, taken_by
-from mgwfbp.costs import WireCost, sharded_of
+from mgwfbp.cost import PiecewiseCost, taken_by
+from mgwfbp.costs import ShardedCost, WireCost, sharded_of
 from mgwfbp.fitting import padding_words
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
@@ -89,11 +89,15 @@ class Gathering:
     comparison: Comparison  # of groups that were planned with those before
     cost: PiecewiseCost  # of a gather, by the bytes of parameters, as learnt in training
     all_reduced_s: float  # a step, predicted, if all messages were all-reduced: each as long as its two halves
+    # All-reduces some messages, with a step that is predicted to be shorter by more than 1 %, if there is such a plan:
+    # for a new optimizer's ``plan=``.
+    per_group: MergePlan | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
         found = {"comparison": self.comparison.to_json(), "cost": self.cost.to_json()}
-        return {**found, "all_reduced_s": self.all_reduced_s}
+        per_group = None if self.per_group is None else self.per_group.to_json()
+        return {**found, "all_reduced_s": self.all_reduced_s, "per_group": per_group}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -118,7 +122,7 @@ class Tuning:
     torchs: MergePlan | None = field(default=None, compare=False)  # torch's own buckets, for when it looks again
 
     @property
-    def costs(self) -> Cost | None:
+    def costs(self) -> PiecewiseCost | WireCost | ShardedCost | None:
         """The cost of all kinds of messages that were observed."""
         if self.cost is None or (self.low_cost is None and self.gathering is None):
             return self.cost
@@ -220,13 +224,24 @@ class Tuning:
         """How parameters are gathered, and whether plain all-reduces would be faster, in words."""
         if self.gathering is None or self.plan is None:
             return ""
-        plain_s = self.gathering.all_reduced_s
-        is_less = self.after_s is not None and plain_s < self.after_s
-        advice = ", less than was measured: a plain optimizer may be faster" if is_less else ""
+        plain_s, own_s = self.gathering.all_reduced_s, self.candidates[0].predicted_s
+        advice = ", less than this plan's: a plain optimizer may be faster" if plain_s < own_s else ""
         compared = f", where {self.gathering.comparison}" if self.gathering.comparison.turns else ""
         return (
             f"; parameters in {plural(len(self.plan.gathers), 'gather')}{compared}; with plain all-reduces a step is "
-            f"predicted to take {format_seconds(plain_s)}{advice}"
+            f"predicted to take {format_seconds(plain_s)}{advice}{self._per_group}"
+        )
+
+    @property
+    def _per_group(self) -> str:
+        """What a plan would gain that shards some messages and all-reduces others, in words."""
+        plan = self.gathering.per_group if self.gathering is not None else None
+        if plan is None:
+            return ""
+        return (
+            f"; with {plan.sharded.count(False)} of {plural(plan.num_groups, 'message')} all-reduced and the others "
+            f"sharded it is predicted to take {format_seconds(plan.predicted['iteration_s'])}: give a new optimizer "
+            "plan=model.tuning.gathering.per_group"
         )
 
     def to_json(self) -> dict[str, Any]:
