@@ -19,6 +19,7 @@ from mgwfbp.runtime.tune.decide import GATHERS
 from mgwfbp.runtime.tune.race import Limits
 from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.trace import ModelTrace
+from mgwfbp.units import plural
 
 __all__ = ["Arena", "settle"]
 
@@ -43,7 +44,7 @@ def settle(
             return model.tuning
         step()
         on_steps(1)
-    raise MeasureError(f"the tuner is still at work after {most} steps: {model.tuning}")
+    raise MeasureError(f"the tuner is still at work after {plural(most, 'step')}: {model.tuning}")
 
 
 class Arena:
