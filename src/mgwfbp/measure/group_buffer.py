@@ -117,9 +117,10 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
         kinds = [device.type for device in group._device_types]  # of newer torch
     except (AttributeError, RuntimeError):
         kinds = ["cuda"] if dist.get_backend(group) == "nccl" else []
-    kind, model = "cpu" if "cpu" in kinds or not kinds else kinds[0], _MODEL_DEVICE.get()
-    if model is not None and {kind, model.type} <= set(kinds) and _backend(group, model.type) != _backend(group, kind):
-        kind = model.type
+    kind = "cpu" if "cpu" in kinds or not kinds else kinds[0]
+    model = _MODEL_DEVICE.get()
+    if model is not None and model.type != kind and model.type in kinds:
+        kind = kind if _backend(group, model.type) == _backend(group, kind) else model.type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
