@@ -29,8 +29,8 @@ def test_a_rank_holds_no_more_than_is_said_and_not_much_less(found: Any) -> None
         # In shares of the parameters. All gradients are counted, of which some may not be there yet at the worst
         # moment; activations and what torch casts are a few thousandths of a share.
         assert allocated - 0.2 <= predicted, (name, found)
-        # Where torch 2.8 and 2.9 gather several groups ahead, they hold less than newer torch, and than is said.
-        assert predicted <= allocated + (1.0 if IS_NEW or name != "far" else 2.0), (name, found)
+        # Torch 2.8 and 2.9 hold less than newer torch, by up to two shares.
+        assert predicted <= allocated + (1.0 if IS_NEW else 3.0), (name, found)
 
 
 def test_of_what_tensor_parallelism_has_cut_a_rank_sends_its_part(found: Any) -> None:
