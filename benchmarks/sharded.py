@@ -8,13 +8,13 @@ Every way has a model of its own and takes whole steps with SGD and momentum: fo
 Tuners work until they have settled. *Per group* is the plan that may all-reduce some messages, made with what both
 tuners have learnt; it is a way of its own where it does. With ``--fsdp`` also torch's FSDP2, wrapped by block.
 *Predicted* is what the trace and the costs that the tuners have learnt give (the update is not in it), and so is the
-bound. Prints Markdown.
+bound. The result is written after every tuner and every turn. Prints Markdown.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,8 +64,6 @@ def main() -> None:
         found = compare(options, device)
         if dist.get_rank() == 0:
             show(found)
-            if options.output is not None:
-                options.output.write_text(json.dumps(found, indent=1))
 
 
 def workload(options: argparse.Namespace, device: torch.device) -> Workload:
@@ -79,13 +77,28 @@ def workload(options: argparse.Namespace, device: torch.device) -> Workload:
 def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     steps: dict[str, Step] = {}
     tuned: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "tuning": {},
+        "turns_s": {},
+    }
+
+    def note(turn: int, turns_s: Mapping[str, float]) -> None:
+        for name, turn_s in turns_s.items():
+            found["turns_s"].setdefault(name, []).append(turn_s)
+        tell(f"turn {turn + 1} of {options.turns}, ms: {', '.join(f'{n} {1e3 * s:.1f}' for n, s in turns_s.items())}")
+        write(found, options.output)
 
     steps["no communication"] = plain_step(workload(options, device))
     steps["ddp"] = stock_ddp_step(workload(options, device))
     for name in ("auto", "sharded"):
         work = workload(options, device)
         steps[name], tuned[name] = tuned_step(work, options.tune_steps, is_sharded=name == "sharded")
-        tell(f"{name}: {tuned[name].tuning}")
+        found["tuning"][name] = str(tuned[name].tuning)
+        tell(f"{name}: {found['tuning'][name]}")
+        write(found, options.output)
     plans = {name: model.plan for name, model in tuned.items()}
     trace, cost = learnt(tuned)
     if cost is not None:
@@ -97,21 +110,22 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
             steps["per group"] = whole_step(work, model, optimizer)
     if options.fsdp:
         steps["fsdp2"] = fsdp_step(workload(options, device), wrap_by_block)
+    found["predicted_s"] = {} if cost is None else predictions(trace, cost, plans)
+    found["messages"] = {name: (plan.num_groups, plan.sharded.count(False)) for name, plan in plans.items()}
+    found["gathers"] = {name: len(plan.gathers) for name, plan in plans.items()}
     for step in steps.values():
         for _ in range(2):
             step()
     ways = {name: (lambda step=step: step) for name, step in steps.items()}
-    turns_s = take_turns(ways, Schedule(options.turns, options.steps, settle=1), device)
-    return {
-        "command": " ".join(sys.argv),
-        "torch": torch.__version__,
-        "ranks": dist.get_world_size(),
-        "turns_s": turns_s,
-        "predicted_s": {} if cost is None else predictions(trace, cost, plans),
-        "messages": {name: (plan.num_groups, plan.sharded.count(False)) for name, plan in plans.items()},
-        "gathers": {name: len(plan.gathers) for name, plan in plans.items()},
-        "tuning": {name: str(model.tuning) for name, model in tuned.items()},
-    }
+    take_turns(ways, Schedule(options.turns, options.steps, settle=1), device, on_turn=note)
+    return found
+
+
+def write(found: dict[str, Any], path: Path | None) -> None:
+    """Write all that is known, on rank 0."""
+    if path is not None and dist.get_rank() == 0:
+        path.with_suffix(".part").write_text(json.dumps(found, indent=1))
+        path.with_suffix(".part").replace(path)
 
 
 def learnt(tuned: dict[str, Any]) -> tuple[Any, ShardedCost | None]:
