@@ -84,7 +84,7 @@ def test_where_nothing_can_be_planned_what_needs_no_plan_still_runs(
     assert status == 0
     assert list(found["turns_s"]) == ["none", "ddp", "whole"]
     assert "are in no module whose name is known" in found["failed"]["planning"]
-    assert found["failed"]["block"] == "rank 0: RuntimeError: there is no plan"
+    assert found["failed"]["block"].endswith(": RuntimeError: there is no plan")  # of the rank that said so first
 
 
 def test_what_does_not_fit_into_the_time_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
