@@ -22,7 +22,6 @@ COUNTED = re.compile(r"\}\s(messages|workers|gradients|ranks|epochs|steps|turns|
 NEVER_ONE = (
     "{len(self.points)} points",  # a curve has two or more
     "{gradients} gradients",  # "161 to 604"
-    "{MAX_TUNING_STEPS} steps",
     "{count} workers`",  # the columns of the page's table begin with two
 )
 

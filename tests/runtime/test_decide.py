@@ -427,10 +427,10 @@ def test_plans_that_are_tried_have_no_message_for_which_there_is_no_room_and_gai
 
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), st.sampled_from(["", "bfloat16"])), min_size=1),
-    st.integers(0, 30),
+    st.tuples(st.integers(0, 30), st.integers(0, 30)),
 )
 def test_messages_are_split_into_the_fewest_neighbours_that_have_room_each_in_its_precision(
-    messages: list[tuple[list[int], str]], most_bytes: int
+    messages: list[tuple[list[int], str]], room: tuple[int, int]
 ) -> None:
     groups = tuple(
         tuple(f"{number}.{place}" for place in range(len(sizes))) for number, (sizes, _) in enumerate(messages)
@@ -439,16 +439,17 @@ def test_messages_are_split_into_the_fewest_neighbours_that_have_room_each_in_it
         f"{number}.{place}": size for number, (sizes, _) in enumerate(messages) for place, size in enumerate(sizes)
     }
     plan = MergePlan("random", "by hand", groups, wire=tuple(wire for _, wire in messages))
-    split = split_by_size(plan, size_of, most_bytes)
+    split = split_by_size(plan, size_of, *room)
+    most_bytes = {wire: room[bool(wire)] for wire in ("", "bfloat16")}
     assert split.layer_names == plan.layer_names
     precision_of = {name: wire for group, wire in zip(plan.groups, plan.wires, strict=True) for name in group}
     for group, wire in zip(split.groups, split.wires, strict=True):
         assert {precision_of[name] for name in group} == {wire}
         assert len({name.partition(".")[0] for name in group}) == 1  # nothing is merged
-        assert len(group) == 1 or sum(size_of[name] for name in group) <= most_bytes
+        assert len(group) == 1 or sum(size_of[name] for name in group) <= most_bytes[wire]
     for before, after in pairwise(split.groups):  # what follows would not have fitted
         if before[0].partition(".")[0] == after[0].partition(".")[0]:
-            assert sum(size_of[name] for name in (*before, after[0])) > most_bytes
+            assert sum(size_of[name] for name in (*before, after[0])) > most_bytes[precision_of[before[0]]]
 
 
 @given(st.dictionaries(st.sampled_from(BUCKET_MIB), st.floats(0.0, 10.0)))

@@ -96,12 +96,14 @@ def test_where_gradients_are_views_plans_may_follow_one_another_whose_messages_h
     handle = ReducerHandle(model)
     monkeypatch.setattr(room, "headroom_bytes", lambda _: spare_bytes - room.SPARE_BYTES)
     held = handle.buckets()
-    most_bytes = room.most_message_bytes(handle, held)
+    most_bytes, most_low_bytes = room.most_message_bytes(handle, held, "float16")
     sizes = [sum(handle.sizes[place] for place in bucket) for bucket in held]
     assert 0 < most_bytes < spare_bytes / 2
     assert most_bytes + max(sizes) < spare_bytes
+    assert 2 * most_low_bytes < spare_bytes  # what a message in low precision takes on a CPU
     monkeypatch.setattr(handle.ddp, "gradient_as_bucket_view", False)
-    assert room.most_message_bytes(handle, held) == math.inf
+    assert room.most_message_bytes(handle, held, "float16") == pytest.approx((math.inf, 0.9 * spare_bytes / 2))
+    assert room.most_message_bytes(handle, held, None) == (math.inf, math.inf)
 
 
 class Alone(Script):

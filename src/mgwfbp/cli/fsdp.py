@@ -76,7 +76,7 @@ def read_options(
 ) -> FsdpOptions:
     """Return what FSDP2 is planned for, or refuse what is no size or what no engine here heeds."""
     precision = Precision(ITEM_BYTES[param_dtype] / 4, ITEM_BYTES[reduce_dtype or param_dtype] / 4, states)
-    if FSDP2 not in engine.split(","):
+    if FSDP2 not in map(str.strip, engine.split(",")):
         if memory_limit is not None:
             raise typer.BadParameter(f"{engine} keeps all parameters; give --engine fsdp2", param_hint="--memory-limit")
         if precision != AS_STORED:

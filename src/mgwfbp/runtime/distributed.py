@@ -33,7 +33,7 @@ from mgwfbp.runtime.reducer.support import cannot_hold, lacks, missing
 from mgwfbp.runtime.rows.compiled_modules import runs_graphs
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.tune.race import PRECISION
-from mgwfbp.runtime.tune.refusals import cannot_time, unfit_for_tuning
+from mgwfbp.runtime.tune.refusals import cannot_time, unfit_hook
 from mgwfbp.runtime.tune.self_tuning import SelfTuning
 from mgwfbp.runtime.tune.tuning import Tuning
 from mgwfbp.runtime.user_line import call_from_user_line, warn_user
@@ -192,7 +192,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def plan(self) -> MergePlan | None:
         """The messages of a step, as they are now: the plan in force, or torch's own buckets (planner ``ddp``).
 
-        With a `ShardedOptimizer` also its gathers. None only where there are no buckets (``tuning`` says why).
+        With a `ShardedOptimizer` also its gathers. None where there are no buckets (``tuning`` says why), or where
+        parameters of a model with ``tune=False`` were frozen, thawed or replaced since it was wrapped.
         """
         plan, handle = self._messages, self._handle
         gathers = () if handle is None else handle.groups_of(handle.groups_to_gather)
@@ -412,16 +413,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, as torch does."""
         self._refuse_hook_with_wire()
-        super().register_comm_hook(state, hook)
-        self._hook_was_registered()
-
-    def _hook_was_registered(self) -> None:
-        if self._handle is None:
-            return
-        # Now, not when the next plan is tried: by then a hook would have met the buckets of this one.
-        if reason := unfit_for_tuning(self._handle):
+        # Now, not when the next plan is tried: by then the hook would have met the buckets of this one. And before the
+        # hook is there: with it the Reducer would have to be made anew.
+        if self._handle is not None and (reason := unfit_hook(hook)):
             self._self_tuning.stop(reason, restore=True)
-        self._handle.hook_was_registered()
+        super().register_comm_hook(state, hook)
+        if self._handle is not None:
+            self._handle.hook_was_registered()
 
     def _refuse_hook_with_wire(self) -> None:
         if self._shards is not None:
@@ -435,7 +433,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._refuse_hook_with_wire()
         super()._register_builtin_comm_hook(comm_hook_type)
         self._builtin_hook = comm_hook_type
-        self._hook_was_registered()
+        if self._handle is not None:
+            self._handle.hook_was_registered()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)  # after which torch makes its own buckets again

@@ -20,6 +20,7 @@ _NEEDED = {
     "DistributedDataParallel": (
         "_build_params_for_reducer",
         "_ddp_init_helper",
+        "_get_ddp_logging_data",
         "_pre_forward",
         "_post_forward",
         "_register_builtin_comm_hook",

@@ -81,6 +81,7 @@ class Situation:
     # first; None where there is no such optimizer.
     gathers: tuple[tuple[str, ...], ...] | None = None
     most_bytes: float = inf  # of a message, for which there is room
+    most_low_bytes: float = inf  # and of one in low precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def decide(
     size_of = situation.gradients.size_of
 
     def fitting(plan: MergePlan) -> MergePlan:
-        return split_by_size(allowed(plan), size_of, situation.most_bytes)
+        return split_by_size(allowed(plan), size_of, situation.most_bytes, situation.most_low_bytes)
 
     candidates = yield from _find_candidates(situation, known, fitting, limits.steps)
     in_force = candidates[0].name
@@ -270,8 +271,12 @@ def _predicted(candidate: Candidate, trace: ModelTrace, cost: Cost) -> Candidate
     return replace(candidate, predicted_s=predicted_s, between_s=predict_range(trace, cost, candidate.plan))
 
 
-def split_by_size(plan: MergePlan, size_of: Mapping[str, int], most_bytes: float) -> MergePlan:
+def split_by_size(
+    plan: MergePlan, size_of: Mapping[str, int], most_bytes: float, most_low_bytes: float = inf
+) -> MergePlan:
     """Split messages into ones of at most so many bytes, each as full as can be; larger gradients travel alone.
+
+    Those in low precision may have another limit.
 
     >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
     >>> split_by_size(plan, {"d": 2, "c": 3, "b": 1, "a": 9}, 4).groups
@@ -280,10 +285,10 @@ def split_by_size(plan: MergePlan, size_of: Mapping[str, int], most_bytes: float
     groups: list[list[str]] = []
     wire: list[str] = []
     for group, precision in zip(plan.groups, plan.wires, strict=True):
-        filled = 0
+        filled, limit = 0, most_low_bytes if precision else most_bytes
         for place, name in enumerate(group):
             filled += size_of[name]
-            if place == 0 or filled > most_bytes:
+            if place == 0 or filled > limit:
                 groups.append([])
                 wire.append(precision)
                 filled = size_of[name]

@@ -1,10 +1,13 @@
-"""Which models are not tuned while they train, and why: `cannot_time`, `unfit_for_tuning`."""
+"""Which models are not tuned while they train, and why."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 
-__all__ = ["cannot_time", "unfit_for_tuning"]
+__all__ = ["cannot_time", "unfit_for_tuning", "unfit_hook"]
 
 # Where torch keeps the hooks that treat every bucket alike.
 STATELESS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -13,6 +16,13 @@ STATELESS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 def cannot_time(device: torch.device) -> str:
     """Say why steps of a model on this device cannot be timed; empty where they can."""
     return "" if device.type in ("cpu", "cuda") else f"the model is on {device}, where nothing can be timed"
+
+
+def unfit_hook(hook: Callable[..., Any]) -> str:
+    """Say why buckets must not be changed under a communication hook; empty where they may."""
+    name = getattr(hook, "__qualname__", repr(hook))
+    is_torchs = getattr(hook, "__module__", "") == STATELESS_HOOKS and "<locals>" not in name  # a wrapper of any other
+    return "" if is_torchs else f"the communication hook {name} may keep state per bucket"
 
 
 def unfit_for_tuning(reducer: ReducerHandle) -> str:
@@ -25,9 +35,8 @@ def unfit_for_tuning(reducer: ReducerHandle) -> str:
     if getattr(model, "skip_all_reduce_unused_params", False):
         return "messages without a used gradient are skipped (skip_all_reduce_unused_params)"
     for hook, _ in model._comm_hooks:
-        name = getattr(hook, "__qualname__", repr(hook))
-        if getattr(hook, "__module__", "") != STATELESS_HOOKS or "<locals>" in name:  # a wrapper of any other
-            return f"the communication hook {name} may keep state per bucket"
+        if reason := unfit_hook(hook):
+            return reason
     if len({parameter.device for parameter in reducer.parameters}) > 1:
         return "the model is on several devices, which no one clock can time"
     if model._is_compiled:

@@ -22,16 +22,20 @@ SPARE, SPARE_BYTES = 0.02, 32 * 2**20
 USED = 0.9
 
 
-def most_message_bytes(reducer: ReducerHandle, held: Buckets) -> float:
+def most_message_bytes(reducer: ReducerHandle, held: Buckets, wire: str | None) -> tuple[float, float]:
     """Return how large messages may be for which there is room, whichever plan follows which; infinite where any may.
 
     Where gradients are views of buckets, the largest old and the largest new bucket are there at the same time, see
-    `check_room`: two of plans that are tried, or one beside those in force, to which the tuner may go back.
+    `check_room`: two of plans that are tried, or one beside those that are ``held`` or tried as they are. The second
+    number is of messages in the precision ``wire``.
     """
+    spare, part = USED * _spare_bytes(reducer), 2**20
+    device, world = reducer.parameters[0].device, reducer.ddp.process_group.size()
+    low = math.inf if wire is None else spare * part / extra_bytes(dtype_of(wire), part, world, device)
     if not reducer.ddp.gradient_as_bucket_view:
-        return math.inf
-    spare = USED * _spare_bytes(reducer)
-    return max(0.0, min(spare / 2, spare - max(_bucket_bytes(reducer, held))))
+        return math.inf, low
+    most = max(0.0, min(spare / 2, spare - max(_bucket_bytes(reducer, held))))
+    return most, min(most, low)
 
 
 def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: Sequence[str]) -> None:

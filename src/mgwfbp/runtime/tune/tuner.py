@@ -15,7 +15,7 @@ rank has said that it has taken it.
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -219,7 +219,7 @@ def _tune(
         yield
         steps += 1
     start, room = _together(lambda: _begin(subject, before), subject.group)
-    [most_bytes] = reduce_values([room], "min", subject.group)
+    most_bytes = reduce_values(room, "min", subject.group)
     leader = _together(lambda: _lead(subject, start, limits, before, most_bytes), subject.group)
     # Not before all ranks have begun: a rank that failed has nothing to go back to, and going back takes all ranks.
     progress.start = start
@@ -232,7 +232,7 @@ def _tune(
         reduced = yield from _observe(subject, order)
 
 
-def _begin(subject: _Subject, before: Tuning | None) -> tuple[_Start, float]:
+def _begin(subject: _Subject, before: Tuning | None) -> tuple[_Start, tuple[float, float]]:
     """Return what is in force, and how large messages may be for which this rank has room."""
     reducer, model = subject.reducer, subject.gradients.model
     subject.observer.take()
@@ -242,10 +242,14 @@ def _begin(subject: _Subject, before: Tuning | None) -> tuple[_Start, float]:
     groups = reducer.groups_of(held)
     in_force = before.plan if before else None
     default = in_force if in_force and in_force.groups == groups else MergePlan(model, "ddp", groups)
-    return _Start(held, reducer.wires, reducer.gathers, default), most_message_bytes(reducer, held)
+    torchs = reducer.buckets_of(before.torchs.groups) if before and before.torchs else []  # which are tried again
+    room = most_message_bytes(reducer, [*held, *torchs], subject.wire)
+    return _Start(held, reducer.wires, reducer.gathers, default), room
 
 
-def _lead(subject: _Subject, start: _Start, limits: Limits, before: Tuning | None, most_bytes: float) -> _Leader | None:
+def _lead(
+    subject: _Subject, start: _Start, limits: Limits, before: Tuning | None, room: Sequence[float]
+) -> _Leader | None:
     """Return the script that decides, on rank 0."""
     reducer = subject.reducer
     if dist.get_rank(subject.group) != 0:
@@ -258,7 +262,8 @@ def _lead(subject: _Subject, start: _Start, limits: Limits, before: Tuning | Non
         wire=subject.wire,
         tolerance=reducer.ddp._wire_tolerance,
         gathers=reducer.groups_of(reducer.gathers or []) if reducer.is_sharded else None,
-        most_bytes=most_bytes,
+        most_bytes=room[0],
+        most_low_bytes=room[1],
     )
     return decide(situation, partial(split_by_kind, kinds=subject.kinds), limits)
 
@@ -385,13 +390,14 @@ def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup) ->
     wires = order.plan.wire
 
     def prepare() -> tuple[Buckets, tuple[str, ...]]:
-        if reason := unfit_for_tuning(reducer):  # it may have been compiled, or been given a hook, since the last plan
+        if reason := unfit_for_tuning(reducer):  # it may have been compiled since the last plan
             raise _EndError(reason)
-        before = reducer.buckets()
-        check_room(reducer, before, order.buckets, wires)
+        before = reducer.buckets(), reducer.wires
+        if before != (order.buckets, wires):  # else nothing is allocated
+            check_room(reducer, before[0], order.buckets, wires)
         if order.plan.gathers:
             reducer.gathers = reducer.buckets_of(order.plan.gathers)
-        return before, reducer.wires
+        return before
 
     if _together(prepare, group) == (order.buckets, wires):
         return
