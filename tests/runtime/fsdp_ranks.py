@@ -213,15 +213,15 @@ def difference(got: tuple[list[float], list[Tensor]], expected: tuple[list[float
     return max(of_losses, of_parameters) or float("inf")
 
 
+_policy: Any = getattr(torch.distributed.fsdp, "MixedPrecisionPolicy", None)  # older torch has no FSDP2 to be tested
+IN_16_BITS = None if _policy is None else _policy(torch.bfloat16, torch.float32)
 WAYS = {
     "SGD": Way(),
     "AdamW": Way(optimizer=optim.AdamW, options={"lr": 0.01, "weight_decay": 0.1}),
     "clipped": Way(clip=0.1),
     "accumulated": Way(accumulate=2, clip=0.1, optimizer=optim.AdamW, options={"lr": 0.01}),
     "accumulated and averaged each time": Way(accumulate=2, syncs=True),
-    "bfloat16": Way(
-        arguments={"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    ),
+    "bfloat16": Way(arguments={"mp_policy": IN_16_BITS}),
 }
 PLANS: dict[type[nn.Module], dict[str, FsdpPlan]] = {
     Blocks: {

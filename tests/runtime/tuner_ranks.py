@@ -251,7 +251,8 @@ def _mixed() -> list[Any]:
         return make(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "Stream", lambda: None)  # there is none without a GPU, and it is not trained
+        for module in (torch, torch.cuda):  # older torch asks the latter
+            patch.setattr(module, "Stream", lambda: None)  # there is none without a GPU, and it is not trained
         patch.setattr(StockDdp, "_ddp_init_helper", counted)
         precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         model = DistributedDataParallel(Mlp(), mixed_precision=precision)
