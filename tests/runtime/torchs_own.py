@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 from mgwfbp import DistributedDataParallel, PlanError
+from mgwfbp.runtime.messages.gloo import MOMENT_S
 from mgwfbp.runtime.reducer import handle as reducer
 from mgwfbp.runtime.tune import decide, race, tuner
 from tests.runtime.models import make_plan
@@ -62,6 +63,16 @@ with warnings.catch_warnings():
     from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as rpc
 
 distributed_test.HAS_TORCHVISION = False  # its models take minutes on a CPU
+_destroy = torch.distributed.destroy_process_group
+
+
+def _destroy_when_idle(*arguments: Any, **named: Any) -> None:
+    """Leave groups once gloo's threads need Python no more, see [Note: the end of a process] in ``gloo.py``."""
+    time.sleep(MOMENT_S)
+    _destroy(*arguments, **named)
+
+
+torch.distributed.destroy_process_group = _destroy_when_idle
 _NOWHERE = os.open(os.devnull, os.O_WRONLY)
 _FORK = multiprocessing.get_context("fork")
 _CHANGES: Any = _FORK.Value("i", 0)  # how often ranks changed their buckets

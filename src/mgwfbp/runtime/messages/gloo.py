@@ -11,7 +11,7 @@ the process aborts with "terminate called without an active exception" after all
 that outlives ``destroy_process_group`` because a model still holds it: about 7 of 100 ranks of torch's own DDP on a
 busy machine. A moment without the lock, right before the end, is enough for gloo's threads.
 
-``dist.destroy_process_group`` has the same need in older versions of torch (2.3 and 2.4 at least): it waits for gloo's
+``dist.destroy_process_group`` has the same need in older versions of torch (2.3 to 2.7): it waits for gloo's
 threads and keeps the interpreter's lock meanwhile. Where a thread wants the lock to free the last message, both wait
 for ever: in 12 of 16 runs that left torch's own gloo right after an all-reduce. `destroy_process_group` gives them that
 moment.
