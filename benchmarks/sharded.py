@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tune-steps", type=int, default=300)
+    parser.add_argument("--bucket-cap-mb", type=float, help="of torch's DDP, and where tuners begin")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", help="results: print one table of them, and run nothing")
@@ -92,10 +93,12 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         write(found, options.output)
 
     steps["no communication"] = plain_step(workload(options, device))
-    steps["ddp"] = stock_ddp_step(workload(options, device))
+    steps["ddp"] = stock_ddp_step(workload(options, device), options.bucket_cap_mb)
     for name in ("auto", "sharded"):
         work = workload(options, device)
-        steps[name], tuned[name] = tuned_step(work, options.tune_steps, is_sharded=name == "sharded")
+        steps[name], tuned[name] = tuned_step(
+            work, options.tune_steps, is_sharded=name == "sharded", bucket_cap_mb=options.bucket_cap_mb
+        )
         found["tuning"][name] = str(tuned[name].tuning)
         tell(f"{name}: {found['tuning'][name]}")
         write(found, options.output)

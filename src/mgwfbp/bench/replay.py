@@ -38,8 +38,7 @@ class Replay(nn.Module):
 
     A layer waits until a moment counted from the start of its pass, not for a time of its own: sleeping too long, or
     the Reducer's work between two layers, shortens the next wait and does not add up. In the forward pass a layer asks
-    its module for its parameter, and starts when it has it and the layer before has ended, as on a GPU whose host runs
-    ahead.
+    its module for its parameter when the layer before has ended, and all that it waits for it delays what follows.
     """
 
     def __init__(self, trace: ModelTrace) -> None:
@@ -47,21 +46,24 @@ class Replay(nn.Module):
         self._forward_s = trace.layer_forward_s
         self._due_s = [ready_s - trace.forward_s for ready_s in trace.ready_s]  # from the start of the backward pass
         self._started_s = 0.0
-        self._in_ready_order = [nn.Parameter(torch.zeros(_num_elements(layer))) for layer in trace.layers]
+        self._counts = [_num_elements(layer) for layer in trace.layers]
         # All gradients are views of one buffer: nothing is computed, so nothing need be held.
-        self._gradients = torch.ones(max(parameter.numel() for parameter in self._in_ready_order))
-        pairs = zip(reversed(trace.layers), reversed(self._in_ready_order), strict=True)
-        self._homes = [_put(self, layer.name, parameter) for layer, parameter in pairs][::-1]
+        self._gradients = torch.ones(max(self._counts))
+        # No list of parameters: a sharded optimizer would wait for all that this module holds before it runs.
+        pairs = zip(reversed(trace.layers), reversed(self._counts), strict=True)
+        self._homes = [_put(self, layer.name, nn.Parameter(torch.zeros(count))) for layer, count in pairs][::-1]
 
     def forward(self, start: Tensor) -> Tensor:
         """Wait for as long as the forward pass takes; the result leads autograd back through all layers."""
         ends_s = time.perf_counter()
         result = start
-        for index in reversed(range(len(self._in_ready_order))):
+        for index in reversed(range(len(self._homes))):
             module, name = self._homes[index]
-            result = _Layer.apply(result, getattr(module(), name), self, index)
-            ends_s = max(ends_s, time.perf_counter()) + self._forward_s[index]
-        _sleep_until(ends_s)
+            asked_s = time.perf_counter()
+            parameter = getattr(module(), name)
+            ends_s += time.perf_counter() - asked_s + self._forward_s[index]
+            result = _Layer.apply(result, parameter, self, index)
+            _sleep_until(ends_s)
         return result
 
     def gradient(self, index: int) -> Tensor:
@@ -70,7 +72,7 @@ class Replay(nn.Module):
             self._started_s = time.perf_counter()
         _sleep_until(self._started_s + self._due_s[index])
         # A tensor of its own, which autograd takes as it is; one that somebody else holds it would copy.
-        return self._gradients[: self._in_ready_order[index].numel()]
+        return self._gradients[: self._counts[index]]
 
 
 class _Layer(torch.autograd.Function):

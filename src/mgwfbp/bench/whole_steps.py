@@ -51,14 +51,17 @@ def plain_step(work: Workload) -> Step:
     return whole_step(work, work.model, torch.optim.SGD(work.model.parameters(), **SGD))
 
 
-def stock_ddp_step(work: Workload) -> Step:
+def stock_ddp_step(work: Workload, bucket_cap_mb: float | None = None) -> Step:
     """Return a step of torch's DDP."""
-    return whole_step(work, StockDdp(work.model), torch.optim.SGD(work.model.parameters(), **SGD))
+    model = StockDdp(work.model, bucket_cap_mb=bucket_cap_mb)
+    return whole_step(work, model, torch.optim.SGD(work.model.parameters(), **SGD))
 
 
-def tuned_step(work: Workload, tune_steps: int, *, is_sharded: bool) -> tuple[Step, DistributedDataParallel]:
+def tuned_step(
+    work: Workload, tune_steps: int, *, is_sharded: bool, bucket_cap_mb: float | None = None
+) -> tuple[Step, DistributedDataParallel]:
     """Return a step of our DDP, with a sharded optimizer or a plain one, whose tuner has ended; and the model."""
-    model = DistributedDataParallel(work.model, tune_steps=tune_steps)
+    model = DistributedDataParallel(work.model, tune_steps=tune_steps, bucket_cap_mb=bucket_cap_mb)
     optimizer: torch.optim.Optimizer = (
         ShardedOptimizer(model, torch.optim.SGD, **SGD)
         if is_sharded
