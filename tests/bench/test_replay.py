@@ -1,6 +1,8 @@
 """A replay is a model like any other: the names, sizes, order and moments of its gradients are the trace's."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from mgwfbp import LayerTrace, ModelTrace, TraceError, recorded_traces
 from mgwfbp.bench.replay import Replay, replayable
+from mgwfbp.runtime.rows.guards import Guards
 from mgwfbp.trace import load_trace
 
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(lambda parts: ".".join([*parts, "weight"]))
@@ -94,6 +97,38 @@ def test_work_between_two_layers_shortens_the_next_wait() -> None:
         if max(others) < first:
             break
     assert max(others) < first
+
+
+class Late(dict[str, Any]):
+    """The parameters of a module, one of which comes late; notes when each is asked for."""
+
+    def __init__(self, own: Mapping[str, Any]) -> None:
+        super().__init__(own)
+        self.asked_s: dict[str, float] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked_s[name] = time.perf_counter()
+        if name == "a":
+            time.sleep(0.02)
+        return super().__getitem__(name)
+
+
+def test_a_layer_asks_for_its_parameter_when_those_before_have_ended_and_what_it_waits_delays_the_others() -> None:
+    trace = ModelTrace("toy", 0.03, tuple(LayerTrace(name, 0.0, 4, forward_s=0.01) for name in "cba"))
+    replay = Replay(trace)
+    late = Late(replay._parameters)
+    vars(replay)["_parameters"] = late
+    start_s = time.perf_counter()
+    replay(torch.zeros(1))
+    ends_s = time.perf_counter()
+    assert late.asked_s["b"] - start_s >= 0.02 + 0.01
+    assert late.asked_s["c"] - start_s >= 0.02 + 0.02
+    assert ends_s - start_s >= 0.02 + 0.03
+
+
+def test_a_replay_waits_for_no_parameter_before_its_layer_asks() -> None:
+    replay = Replay(load_trace("resnet50-k80-b32"))
+    assert Guards(replay, {}, set(map(id, replay.parameters()))).waits_early == ""
 
 
 def test_gradients_are_handed_out_and_not_copied() -> None:

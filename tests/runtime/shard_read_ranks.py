@@ -1,6 +1,8 @@
 """What ranks see who read parameters while they travel."""
 
 import copy
+import logging
+import logging.handlers
 import pickle
 import random
 import time
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor, nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mgwfbp.runtime.rows.shards
-from mgwfbp import DistributedDataParallel, ShardedOptimizer
+from mgwfbp import DistributedDataParallel, MergePlan, ShardedOptimizer
 from tests.runtime.models import Mlp, make_plan
 from tests.runtime.shard_ways import Attention, Recurrent, Way, beside_torchs, difference, sums, train
 
@@ -225,4 +228,61 @@ def races() -> dict[str, Any]:
         return {name: beside_torchs(way, steps=16) for name, way in ways.items()}
 
 
-SCENARIOS = (readers, delays, races, compiled, scripted)
+class Listing(Plain):
+    """Keeps all parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = list(self.parameters())
+
+
+def ordered() -> dict[str, list[int]]:
+    """In which order gathers are waited for where a model waits for several at once."""
+    names = ["head.weight", "first.bias", "head.bias", "first.weight"]  # no order of parameters or gradients
+    x = torch.ones(4, 6)
+    asked: list[int] = []
+
+    class Asked:
+        def __init__(self, *_: object) -> None:
+            self.number = next(numbers)
+
+        def ask(self) -> None:
+            asked.append(self.number)
+
+        def get(self) -> None:
+            pass
+
+    waits: dict[str, Callable[[Any], Any]] = {
+        "listed": lambda model: model(x),
+        "all": lambda model: model.synchronize(),
+    }
+    found = {}
+    for name, wait in waits.items():
+        model = DistributedDataParallel(Listing(), tune=False)
+        plan = MergePlan("Listing", "by hand", tuple((one,) for one in names), gathers=tuple((one,) for one in names))
+        optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1, plan=plan)
+        model(x).sum().backward()
+        numbers = count()
+        optimizer._shards.on_gather = Asked
+        optimizer.step()
+        asked.clear()
+        wait(model)
+        found[name] = list(asked)
+    return found
+
+
+def warned() -> dict[str, list[str]]:
+    """What is said of models whose forward pass begins behind gathers that others need."""
+    found: dict[str, list[str]] = {}
+    log = logging.getLogger("mgwfbp")
+    for make in (Listing, Recurrent, Plain):
+        handler = logging.handlers.BufferingHandler(100)
+        handler.setLevel(logging.WARNING)
+        log.addHandler(handler)
+        ShardedOptimizer(DistributedDataParallel(make(), tune=False), optim.SGD, lr=0.1)
+        log.removeHandler(handler)
+        found[make.__name__] = [record.getMessage() for record in handler.buffer]
+    return found
+
+
+SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned)

@@ -18,7 +18,7 @@ RANKS = "tests.runtime.shard_ranks"
 
 
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
-READ = ["readers", "delays", "races", "compiled", "scripted"]
+READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned"]
 KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed"]
 ODD = ["refused", "loud", "odd", "again", "ended", "skipped"]
 
@@ -113,6 +113,19 @@ def test_scripted_and_traced_models_and_cuda_graphs_wait_for_all_parameters_outs
     for found in (rank["scripted"] for rank in two):
         assert found.keys() == {"scripted", "traced", "a part", "a CUDA graph"}
         assert max(found.values()) < 1e-6  # what it fuses may round otherwise the next time
+
+
+def test_who_waits_for_several_gathers_takes_them_in_the_order_in_which_they_travel(two: list[Any]) -> None:
+    for found in two:
+        assert found["ordered"] == {"listed": [0, 1, 2, 3], "all": [0, 1, 2, 3]}
+
+
+def test_a_module_that_keeps_the_parameters_of_others_is_named_since_less_hides_behind_it(two: list[Any]) -> None:
+    said = two[0]["warned"]
+    assert ["Listing for 4 parameters" in one for one in said["Listing"]] == [True]
+    assert ["Recurrent for 1 parameter" in one for one in said["Recurrent"]] == [True]  # of its LSTM's list nothing
+    assert said["Plain"] == []
+    assert two[1]["warned"] == {"Listing": [], "Recurrent": [], "Plain": []}
 
 
 def test_the_tuner_changes_buckets_and_no_state_moves(two: list[Any]) -> None:

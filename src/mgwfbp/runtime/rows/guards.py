@@ -20,13 +20,14 @@ a shallow copy of a module, and what C++ reads (``torch.jit.save``): ``model.syn
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from mgwfbp.runtime.rows.compiled_modules import graph_of, put_back
 from mgwfbp.runtime.rows.spread import tensors_in
+from mgwfbp.units import plural
 
 __all__ = ["Guarded", "Guards"]
 
@@ -54,7 +55,7 @@ class Guards:
     def __init__(self, module: nn.Module, pending: Mapping[int, object], own: Collection[int]) -> None:
         self._modules = list(module.modules())
         self._guarded: list[tuple[nn.Module, Guarded]] = []
-        self._holders: list[tuple[nn.Module, list[Tensor]]] = []
+        self._holders: dict[nn.Module, dict[int, Tensor]] = {}  # parameters that modules hold elsewhere too, by id
         self._handles: list[Any] = []
         self._ids: list[tuple[nn.Module, list[int]]] = []
         for one in self._modules:
@@ -64,13 +65,22 @@ class Guards:
                 self._guarded.append((one, Guarded(pending)))
                 self._ids.append((one, list(map(id, one._parameters.values()))))
             elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
-            if held := [found for found in tensors_in(elsewhere) if id(found) in own]:
-                self._holders.append((one, held))
+            if held := {id(found): found for found in tensors_in(elsewhere) if id(found) in own}:
+                self._holders[one] = held
 
     @property
     def have_changed(self) -> bool:
         """Whether some module has other parameters than it had; asked when nothing stands in them."""
         return any(list(map(id, module._parameters.values())) != ids for module, ids in self._ids)
+
+    @property
+    def waits_early(self) -> str:
+        """Which modules wait for parameters of others when they begin, since they hold them too; empty: none."""
+        found = []
+        for module, held in self._holders.items():
+            if others := len(held.keys() - set(map(id, module._parameters.values()))):
+                found.append(f"{type(module).__name__} for {plural(others, 'parameter')}")
+        return ", ".join(found)
 
     def put_on(self, finisher: Finisher, *, all_first: bool) -> None:
         """Let modules wait before they give a parameter away, or run a graph; with ``all_first`` also the outermost."""
@@ -79,7 +89,7 @@ class Guards:
                 guarded.stand_for(module._parameters, finisher)
                 vars(module)["_parameters"] = guarded
         if not self._handles:
-            hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders]
+            hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders.items()]
             self._handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
         for module in self._modules:
             call = graph_of(module) or (module._call_impl if all_first and module is self._modules[0] else None)
@@ -105,12 +115,13 @@ class Guards:
 class _Finishes:
     """A hook on a module's forward pass that waits for parameters. A copy of the module waits for nothing."""
 
-    def __init__(self, finisher: Finisher, held: Sequence[Tensor]) -> None:
+    def __init__(self, finisher: Finisher, held: Mapping[int, Tensor]) -> None:
         self._finisher, self._held = finisher, held
 
     def __call__(self, *_: object) -> None:
-        for parameter in self._held:
-            self._finisher.finish(parameter)
+        for one in list(self._finisher.pending):  # in the order in which they arrive
+            if one in self._held:
+                self._finisher.finish(self._held[one])
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
         return _nothing

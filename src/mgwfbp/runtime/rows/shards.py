@@ -251,11 +251,9 @@ class Shards:
                 self._guards.take_off()
 
     def finish_all(self) -> None:
-        """Wait for all parameters."""
-        for one in self.owned:
-            if not self.pending:
-                return
-            self.finish(one.parameter)
+        """Wait for all parameters, in the order in which they arrive."""
+        for gather in list(self.pending.values()):
+            self.finish(gather.message.owned[0].parameter)
 
     def check_memory(self, module: nn.Module) -> None:
         """Raise where a parameter of the module is no longer the one that rows were cut of, or has other memory."""
@@ -286,6 +284,11 @@ class Shards:
         own = {id(one.parameter) for one in self.owned}
         self._others = [parameter for parameter in module.parameters() if id(parameter) not in own]
         self._guards = Guards(module, self.pending, own)
+
+    @property
+    def waits_early(self) -> str:
+        """As `Guards.waits_early`, of the module that is guarded."""
+        return "" if self._guards is None else self._guards.waits_early
 
 
 class ShardGroup(MessageGroup):

@@ -1,5 +1,6 @@
 """An optimizer of which every rank does its share while parameters travel: `ShardedOptimizer`."""
 
+import logging
 import os
 import weakref
 from collections import defaultdict
@@ -27,6 +28,8 @@ from mgwfbp.runtime.sharded.refusals import problem_of_sharding, take_parameters
 from mgwfbp.runtime.sharded.state import RowStates, step_alone
 
 __all__ = ["ShardedOptimizer"]
+
+_log = logging.getLogger("mgwfbp")
 
 # Where parameters are gathered, by the group of their gradients; see `_gather_group`.
 _GATHER_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -105,6 +108,12 @@ class ShardedOptimizer(optim.Optimizer):
         if given is not None:
             model.replan(replace(given, predicted={}))
         take_parameters(self, own.parameters)
+        if rank == 0 and (early := self._shards.waits_early):
+            _log.warning(
+                "less hides behind the forward pass where a module keeps parameters of others (in a list, say): it "
+                "waits for all of these when it begins: %s",
+                early,
+            )
         self._is_made = True
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
