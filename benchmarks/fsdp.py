@@ -367,24 +367,27 @@ def profiled(step: Step, device: torch.device, path: Path) -> None:
 def overview(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Print steps, those predicted in brackets and those before any turn with a star; memory, aims, what is missing."""
     ways = [name for name in TITLES if any(name in found["first_s"] for found in results.values())]
-    heading = f"{' | '.join(TITLES[name] for name in ways)} |\n|---{'|--:' * len(ways)}|"
+    heading = f"{' | '.join(results)} |\n|---{'|--:' * len(results)}|"
     print(f"| step, ms | {heading}")
-    for title, found in results.items():
-        cells = []
-        for name in ways:
-            predicted_s, turns_s = predicted_with_update(found, name), found["turns_s"].get(name)
-            step_s = median(turns_s) if turns_s else found["first_s"].get(name)
-            bracket = "" if predicted_s is None else f" ({1e3 * predicted_s:.1f})"
-            cells.append("" if step_s is None else f"{1e3 * step_s:.1f}{'' if turns_s else '*'}{bracket}")
-        print(f"| {title} | {' | '.join(cells)} |")
+    for name in ways:
+        print(f"| {TITLES[name]} | {' | '.join(_step_cell(found, name) for found in results.values())} |")
     print(f"\n| peak of a rank, GB | {heading}")
-    for title, found in results.items():
-        held = [found["memory_bytes"].get(name) for name in ways]
-        print(f"| {title} | {' | '.join('' if one is None else f'{one / 1e9:.2f}' for one in held)} |")
+    for name in ways:
+        held = [found["memory_bytes"].get(name) for found in results.values()]
+        print(f"| {TITLES[name]} | {' | '.join('' if one is None else f'{one / 1e9:.2f}' for one in held)} |")
     print("", *(f"- {one}" for one in verdicts(results)), sep="\n")
     for title, found in results.items():
         for name, why in (*found["failed"].items(), *((what, "there was no time left") for what in found["left_out"])):
             print(f"- {title}: {name}: {why}")
+
+
+def _step_cell(found: Mapping[str, Any], name: str) -> str:
+    predicted_s, turns_s = predicted_with_update(found, name), found["turns_s"].get(name)
+    step_s = median(turns_s) if turns_s else found["first_s"].get(name)
+    if step_s is None:
+        return ""
+    bracket = "" if predicted_s is None else f" ({1e3 * predicted_s:.1f})"
+    return f"{1e3 * step_s:.1f}{'' if turns_s else '*'}{bracket}"
 
 
 def verdicts(results: Mapping[str, Mapping[str, Any]]) -> list[str]:

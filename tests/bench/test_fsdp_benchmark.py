@@ -54,16 +54,18 @@ def contend(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tup
 def test_ways_are_made_in_order_timed_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ways = "ours,auto,sharded,block,none"
-    status, found = contend(tmp_path, monkeypatch, "--model", "tiny", "--ways", ways)
+    ways = "auto-tuned,sharded-tuned,ours,auto,sharded,block,none"
+    status, found = contend(tmp_path, monkeypatch, "--model", "tiny", "--ways", ways, "--tune-steps", "4")
     assert (status, found["failed"], found["left_out"]) == (0, {}, [])
-    assert list(found["first_s"]) == ["none", "block", "ours", "sharded", "auto"]
+    assert list(found["first_s"]) == ["none", "block", "ours", "sharded", "auto", "auto-tuned", "sharded-tuned"]
+    assert all(said.startswith("Tuning(settled after") for said in found["tuning"].values()), found["tuning"]
     assert {name: len(turns_s) for name, turns_s in found["turns_s"].items()} == dict.fromkeys(found["first_s"], 1)
     assert set(found["predicted_s"]) == {*fsdp.TITLES, "bound"}
     monkeypatch.setattr(sys, "argv", ["fsdp.py", "--show", str(tmp_path / "found.json")])
     fsdp.main()
     shown = capsys.readouterr().out
-    assert "| step, ms | no communication | FSDP2 per block | `mgwfbp.fully_shard` | our sharded optimizer" in shown
+    assert "| step, ms | found |" in shown
+    assert "\n| our sharded optimizer, exact plan |" in shown
     assert "`mgwfbp.fully_shard` beside per block: " in shown
 
 
@@ -128,10 +130,13 @@ def test_aims_are_judged_by_the_mean_and_by_the_worst_and_other_rivals_are_said(
 def test_an_overview_has_medians_predictions_memory_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     fsdp.overview({"a": result(1.0, block=1.21)})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        "| step, ms | FSDP2 per block | `mgwfbp.fully_shard` | whole model |",
-        "|---|--:|--:|--:|",
-        "| a | 1210.0 (1100.0) | 1000.0 (1100.0) | 9000.0* |",
+    assert lines[:6] == [
+        "| step, ms | a |",
+        "|---|--:|",
+        "| FSDP2 per block | 1210.0 (1100.0) |",
+        "| `mgwfbp.fully_shard` | 1000.0 (1100.0) |",
+        "| whole model | 9000.0* |",
+        "",
     ]
-    assert "| a |  | 2.50 |  |" in lines
+    assert "| `mgwfbp.fully_shard` | 2.50 |" in lines
     assert lines[-2:] == ["- a: rest: rank 0: no room", "- a: 2 of 3 turns: there was no time left"]

@@ -26,8 +26,11 @@ from mgwfbp import (
     measure_allreduce,
     measure_backward,
 )
+from mgwfbp.costs import ShardedCost
 from mgwfbp.measure.agreement import agree_on_cost, agree_on_trace, reduce_values, together
 from mgwfbp.measure.allreduce import measure_halves, measure_wire
+from mgwfbp.measure.backward import plain_passes
+from mgwfbp.measure.beside import Load, measure_taken
 from mgwfbp.measure.halves import all_gather, reduce_scatter
 from mgwfbp.measure.workload import Workload, build_workload, default_loss
 from mgwfbp.runtime.messages.gloo import destroy_process_group
@@ -87,6 +90,39 @@ def halves_of_some() -> dict[str, Any]:
 
 def halves_on_a_gpu_over_gloo() -> dict[str, Any]:
     return {"cost": measure_halves(device="cuda", max_bytes=2**12).to_json()}
+
+
+HALF = PiecewiseCost(3, ((4, 1e-3), (4000, 2e-3)), taken_s=1e-5)
+ALL_HALVES = ShardedCost(HALF, HALF, HALF)
+
+
+def beside() -> dict[str, Any]:
+    """Messages beside passes that take 1 s alone, and beside them 0.3 s more for each rank up to this; half travels."""
+    times_s = [(1.0, 1.0), (1.3 + 0.3 * dist.get_rank(), 2.6 + 0.6 * dist.get_rank())]
+    begun = []
+
+    def passes(begin: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+        begin()()
+        begun.append(begin)
+        return times_s[(len(begun) - 1) % 2]
+
+    cost = measure_taken(passes, ALL_HALVES, Load(1200, 2), None, torch.device("cpu"))
+    with plain_passes(SlowMiddle(0.001), torch.ones(2, 4)) as real:
+        measured = measure_taken(real, ALL_HALVES, Load(4000, 3), None, torch.device("cpu"))
+    return {"passes": len(begun), "cost": cost.to_json(), "measured": measured.to_json()}
+
+
+def beside_fails() -> dict[str, Any]:
+    """A pass that fails on one rank beside messages: what the others wait for was sent."""
+
+    def passes(begin: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+        finish = begin()
+        if dist.get_rank() == 2:
+            raise ValueError("no luck")
+        finish()
+        return 1.0, 1.0
+
+    return {"cost": measure_taken(passes, ALL_HALVES, Load(1200, 2), None, torch.device("cpu")).to_json()}
 
 
 def low_precision() -> dict[str, Any]:
@@ -225,6 +261,8 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "element_types": element_types,
     "halves": halves,
     "halves_of_some": halves_of_some,
+    "beside": beside,
+    "beside_fails": beside_fails,
     "low_precision": low_precision,
     "low_precision_of_some": low_precision_of_some,
     "unknown_precision": unknown_precision,

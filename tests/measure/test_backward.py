@@ -3,6 +3,8 @@
 import json
 import random
 import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mgwfbp import MeasureError, ModelTrace, measure_backward
+from mgwfbp.measure.backward import plain_passes
 from mgwfbp.measure.workload import build_workload, default_loss
 from tests.measure.models import Checkpointed, Odd, SlowMiddle
 
@@ -50,7 +53,33 @@ def test_frozen_unused_shared_and_sparse_parameters() -> None:
     assert [layer.backward_s for layer in trace.layers[:2]] == [0.0, 0.0]
 
 
-def test_model_gradients_buffers_and_random_generators_are_as_before() -> None:
+def run_plain(model: nn.Module, batch: Any, loss_fn: Any, steps: int) -> None:
+    with plain_passes(model, batch, loss_fn) as passes:
+        for _ in range(steps):
+            passes(lambda: lambda: None)
+
+
+def test_passes_are_timed_up_to_their_end_and_to_that_of_what_is_done_beside_them() -> None:
+    model, called = SlowMiddle(0.05), list[str]()
+
+    def begin() -> Callable[[], object]:
+        called.append("begun")
+
+        def finish() -> None:
+            called.append("ended" if model.first.weight.grad is not None else "early")
+            time.sleep(0.1)
+
+        return finish
+
+    with plain_passes(model, torch.ones(2, 4)) as passes:
+        took_s, finished_s = passes(begin)
+    assert called == ["begun", "ended"]
+    assert took_s >= 0.05
+    assert finished_s >= took_s + 0.1
+
+
+@pytest.mark.parametrize("run", [measure_backward, run_plain])
+def test_model_gradients_buffers_and_random_generators_are_as_before(run: Callable[..., object]) -> None:
     model = Odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     gradient = torch.full_like(model.head.weight, 7.0)
@@ -68,7 +97,7 @@ def test_model_gradients_buffers_and_random_generators_are_as_before() -> None:
         np.random.rand()
         return output["logits"].sum()  # type: ignore[no-any-return]
 
-    measure_backward(model, torch.arange(6), loss_fn, steps=2)
+    run(model, torch.arange(6), loss_fn, steps=2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.head.weight.grad is gradient
     assert torch.equal(gradient, torch.full_like(gradient, 7.0))

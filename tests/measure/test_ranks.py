@@ -36,7 +36,7 @@ def of_three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     types = ("element_types", "different_types", "a_type_of_no_gradient")
     halves = ("halves", "halves_of_some", "halves_on_a_gpu_over_gloo", "rows_by_hand")
     low = ("low_precision", "low_precision_of_some", "unknown_precision", "low_precision_on_a_gpu_over_gloo")
-    return run_well(folder, 3, *scenarios, *types, *halves, *low)
+    return run_well(folder, 3, *scenarios, *types, *halves, *low, "beside", "beside_fails")
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -144,6 +144,24 @@ def test_low_precision_that_ranks_do_not_agree_on_or_that_cannot_be_sent_is_refu
         assert result["error"] == "wire is 'int8', expected one of bfloat16, float16"
     for result in of_three["low_precision_on_a_gpu_over_gloo"]:
         assert result["error"].startswith("a model with wire= on cuda sends over nccl, and the backend is gloo")
+
+
+def test_what_a_byte_takes_is_what_passes_take_longer_for_each_byte_that_travels_beside_them(
+    of_three: dict[str, list[Any]],
+) -> None:
+    results = of_three["beside"]
+    assert results == [results[0]] * 3
+    assert results[0]["passes"] == 8  # alone and beside messages, the first two not counted
+    # Two pairs of 1,200 bytes, half of which travel beside the passes, which take 0.6 s longer in the mean of ranks.
+    cost = ShardedCost.from_json(results[0]["cost"])
+    assert cost.all_gather.taken_per_byte_s == cost.reduce_scatter.taken_per_byte_s == pytest.approx(0.6 / 2400)
+    assert cost.taken_per_byte_s == 2 * cost.all_gather.taken_per_byte_s
+    assert cost.all_gather.taken_s == 1e-5
+    assert ShardedCost.from_json(results[0]["measured"]).taken_per_byte_s >= 0
+
+
+def test_a_pass_that_fails_beside_messages_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:
+    assert [result["error"] for result in of_three["beside_fails"]] == ["rank 2 failed: ValueError: no luck"] * 3
 
 
 def test_without_time_the_least_is_measured(of_three: dict[str, list[Any]]) -> None:

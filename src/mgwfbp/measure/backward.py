@@ -22,7 +22,11 @@ from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype, quote
 
-__all__ = ["measure_backward"]
+__all__ = ["Passes", "measure_backward", "plain_passes"]
+
+# Does a forward and a backward pass; what it is given is called when they begin, and what that returns when they have
+# ended. Returns what the passes took, and what they and the second call took.
+Passes = Callable[[Callable[[], Callable[[], object]]], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,21 @@ def measure_backward(
     return _combine(name or type(model).__name__, [*parameters, *_frozen(model)], seen, forwards, source)
 
 
+@contextlib.contextmanager
+def plain_passes(
+    model: nn.Module, batch: Any, loss_fn: LossFn = default_loss, *, autocast_dtype: torch.dtype | None = None
+) -> Iterator[Passes]:
+    """Run a model as `measure_backward` does, without hooks on it: yield what does one forward and backward pass.
+
+    On the way out the model and the random generators are as they were.
+    """
+    parameters = list(trainable(model))
+    device = _only_device(parameters)
+    runs = _Runs(model, batch, loss_fn, parameters, device, 1, autocast_dtype)
+    with _as_it_was(model, batch, parameters, device):
+        yield runs.both_passes
+
+
 @dataclass(frozen=True, slots=True)
 class _Forward:
     """What a forward pass showed."""
@@ -174,6 +193,20 @@ class _Runs:
         self._clock.forget()
         return backward_s
 
+    def both_passes(self, begin: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+        """As `Passes` says."""
+        self._clear()
+        finish = begin()
+        start = self._clock.now()
+        self._forward().backward()
+        end = self._clock.now()
+        finish()
+        finished = self._clock.now()
+        self._clock.wait()
+        found = self._clock.between_s(start, end), self._clock.between_s(start, finished)
+        self._clock.forget()
+        return found
+
     def observed_forward(self) -> _Forward:
         """Do a step up to its last backward pass; a parameter that no module uses is used from the start."""
         parameters = [*self._parameters, *self._frozen]
@@ -202,13 +235,16 @@ class _Runs:
 
     def _to_loss(self) -> tuple[Moment, Tensor]:
         """Do all of a step before its last backward pass; return when it began, and its loss."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._clock.wait()
+        self._clear()
         start = self._clock.now()
         for _ in range(self._accumulation_steps - 1):
             self._forward().backward()
         return start, self._forward()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._clock.wait()
 
     def _forward(self) -> Tensor:
         autocast = (

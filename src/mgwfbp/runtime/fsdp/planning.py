@@ -27,7 +27,8 @@ from mgwfbp.fsdp import FsdpPlan, predict_fsdp
 from mgwfbp.fsdp_units import ROOT, units_of_names, whole_units
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
-from mgwfbp.measure.backward import measure_backward
+from mgwfbp.measure.backward import measure_backward, plain_passes
+from mgwfbp.measure.beside import load_beside, measure_taken
 from mgwfbp.measure.workload import LossFn, default_loss, trainable
 from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import plan_fsdp
@@ -91,6 +92,12 @@ class Place:
         param_dtype = getattr(policy, "param_dtype", None)
         return cls(group, shards, device, param_dtype, getattr(policy, "reduce_dtype", None) or param_dtype)
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """In which precision the model computes, where not in its own."""
+        is_short = self.param_dtype is not None and self.param_dtype.itemsize == 2
+        return self.param_dtype if is_short else None
+
     def precision_of(self, model: nn.Module) -> Precision:
         """Return what is gathered and sent for each byte of the model's parameters."""
         own = next((parameter.element_size() for _, parameter in trainable(model)), 4)
@@ -145,7 +152,7 @@ def make_plan(
         if high != -low:
             raise PlanError(f"{name} is not the same on all ranks: give it to every rank or to none")
     trace, room = (read.trace, None) if read.trace is not None else _measured_trace(model, inputs, place)
-    cost, precision = read.cost or _measured_cost(trace, place), place.precision_of(model)
+    cost, precision = read.cost or _measured_cost(model, inputs, place, trace), place.precision_of(model)
     by_block = predict_fsdp(trace, cost, plan_by_block(trace, read.root), precision=precision).memory_bytes
     is_first = dist.get_rank(place.group) == 0
 
@@ -266,8 +273,6 @@ def _measured_trace(model: nn.Module, inputs: FsdpInputs, place: Place) -> tuple
 
     Also returns [Note: memory where no limit is given], of the rank that has least.
     """
-    is_short = place.param_dtype is not None and place.param_dtype.itemsize == 2
-    autocast_dtype = place.param_dtype if is_short else None
     on_gpu = place.device.type == "cuda"
     before = 0
     if on_gpu:
@@ -275,7 +280,7 @@ def _measured_trace(model: nn.Module, inputs: FsdpInputs, place: Place) -> tuple
         before = torch.cuda.memory_allocated(place.device)
 
     def measure() -> ModelTrace:
-        loss_fn = inputs.loss_fn or default_loss
+        loss_fn, autocast_dtype = inputs.loss_fn or default_loss, place.autocast_dtype
         return measure_backward(model, inputs.batch, loss_fn, steps=STEPS, warmup=WARMUP, autocast_dtype=autocast_dtype)
 
     trace = agree_on_trace(together(measure, place.group), place.group)
@@ -290,10 +295,23 @@ def _measured_trace(model: nn.Module, inputs: FsdpInputs, place: Place) -> tuple
     return trace, int(reduce_values([room], "min", place.group)[0])
 
 
-def _measured_cost(trace: ModelTrace, place: Place) -> Cost:
-    """Measure gathers and reduce-scatters between those that share parameters."""
+def _measured_cost(model: nn.Module, inputs: FsdpInputs, place: Place, trace: ModelTrace) -> Cost:
+    """Measure gathers and reduce-scatters between those that share parameters.
+
+    With a model to run, also what they take from the computation; not on a host, where FSDP2 waits for every message.
+    """
     if dist.get_world_size(place.shards) == 1:
         return LinearCost(1, 0.0, 0.0)
     most = max(8, min(trace.grad_bytes, MOST_BYTES))
     # Other ranks than those that share parameters may wait for the plan, too.
-    return together(lambda: measure_halves(place.shards, place.device, max_bytes=most, budget_s=BUDGET_S), place.group)
+    cost = together(lambda: measure_halves(place.shards, place.device, max_bytes=most, budget_s=BUDGET_S), place.group)
+    if inputs.batch is None or place.device.type != "cuda":
+        return cost
+    load = load_beside(cost, trace.compute_s, trace.grad_bytes // len(whole_units(trace)))
+
+    def measure() -> Cost:
+        loss_fn, autocast_dtype = inputs.loss_fn or default_loss, place.autocast_dtype
+        with plain_passes(model, inputs.batch, loss_fn, autocast_dtype=autocast_dtype) as passes:
+            return measure_taken(passes, cost, load, place.shards, place.device)
+
+    return together(measure, place.group)
