@@ -5,10 +5,9 @@
 
 Every way has a model of its own and takes whole steps with SGD and momentum. *Ours* is what `mgwfbp.fully_shard` makes
 without a plan: it measures the model and the network for some seconds, and plans; *in per block's memory* has the
-limit of what wrapping by block needs. Our DDP and our sharded optimizer run the plans that are exact for what was
-measured, which also gives the predictions of the other ways, to which a rank's part of the update is added, timed by
-itself. With ``--tune-steps`` both take part once more, tuned, with so many steps to compare plans in, and are predicted
-with what their tuners learnt. The result is written after every way and turn. Prints Markdown.
+limit of what wrapping by block needs. Nothing is tuned: our DDP and our sharded optimizer run the plans that are exact
+for what was measured, which also gives the predictions of the other ways, to which a rank's part of the update is
+added, timed by itself. The result is written after every way and turn. Prints Markdown.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from torch import nn
 import mgwfbp
 from mgwfbp import FsdpPlan, MergePlan, ModelTrace, fsdp_lower_bound_s, predict, predict_fsdp
 from mgwfbp.bench.turns import Schedule, Step, slowest, take_turns, time_steps
-from mgwfbp.bench.whole_steps import SGD, fsdp_step, plain_step, stock_ddp_step, tell, tuned_step, whole_step
+from mgwfbp.bench.whole_steps import SGD, fsdp_step, plain_step, stock_ddp_step, tell, whole_step
 from mgwfbp.cli.workers import process_group
 from mgwfbp.cost import Cost
 from mgwfbp.fsdp import at_root_of
@@ -58,12 +57,8 @@ TITLES = {
     "whole": "whole model",
     "sharded": "our sharded optimizer, exact plan",
     "auto": "our DDP, exact plan",
-    "auto-tuned": "our DDP, tuned",
-    "sharded-tuned": "our sharded optimizer, tuned",
 }
-UNPLANNED = ("none", "ddp", "whole", "auto-tuned", "sharded-tuned")
-TUNED = ("auto-tuned", "sharded-tuned")
-WHOLE = ("none", "ddp", "auto", "auto-tuned")  # every rank updates all
+UNPLANNED = ("none", "ddp", "whole")
 OURS = ("ours", "ours-block")
 BY_HAND = ("block", "kept", "prefetch", "rest", "whole")
 AIMED_AT = "per block"
@@ -87,7 +82,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=90.0, help="no way and no turn begins that would end later")
-    parser.add_argument("--tune-steps", type=int, default=0, help="our DDP and our sharded optimizer also tuned")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--profile", type=Path, help="also write rank 0's torch.profiler export of two steps of ours")
     parser.add_argument("--show", type=Path, nargs="+", help="results: print one table of them, and run nothing")
@@ -99,9 +93,7 @@ def main() -> None:
     if unknown := [name for name in ways if name not in TITLES]:
         parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(TITLES)}")
     with process_group(options.device, None, timeout_s=TIMEOUT_S):
-        found = compare(
-            options, [name for name in TITLES if name in ways and (options.tune_steps or name not in TUNED)]
-        )
+        found = compare(options, [name for name in TITLES if name in ways])
         if dist.get_rank() == 0:
             overview({options.model: found})
 
@@ -125,7 +117,6 @@ class Contest:
             "predicted_s": {},
             "memory_bytes": {},
             "predicted_memory_bytes": {},
-            "tuning": {},
             "failed": {},
             "left_out": [],
         }
@@ -225,7 +216,6 @@ def compare(options: argparse.Namespace, ways: Sequence[str]) -> dict[str, Any]:
         "whole": partial(fsdp_step, wrap=partial(wrap_by_hand, plan=FsdpPlan("by hand", (), ()))),
         "sharded": partial(sharded, contest),
         "auto": partial(exact_ddp, contest),
-        **{name: partial(tuned, contest, name) for name in TUNED},
     }
     for place, name in enumerate(ways):
         if name not in UNPLANNED and "plans" not in found and "planning" not in found["failed"]:
@@ -318,14 +308,6 @@ def sharded(contest: Contest, work: Workload) -> Step:
     return whole_step(work, model, mgwfbp.ShardedOptimizer(model, torch.optim.SGD, plan=plan, **SGD))
 
 
-def tuned(contest: Contest, name: str, work: Workload) -> Step:
-    step, model = tuned_step(work, contest.options.tune_steps, is_sharded=name == "sharded-tuned")
-    contest.found["tuning"][name] = str(model.tuning)
-    if model.tuning.predicted_s is not None:
-        contest.found["predicted_s"][name] = model.tuning.predicted_s
-    return step
-
-
 def wrap_by_hand(model: nn.Module, plan: FsdpPlan) -> None:
     """Call torch's FSDP2 as people do: prefetching is set only where it goes further than torch does by itself."""
     from torch.distributed.fsdp import fully_shard
@@ -353,7 +335,7 @@ def updating(contest: Contest, work: Workload) -> Step:
 
 def predicted_with_update(found: Mapping[str, Any], name: str) -> float | None:
     """Return what a way is predicted to take, the update of a rank included."""
-    predicted_s, share = found["predicted_s"].get(name), 1 if name in WHOLE else found["ranks"]
+    predicted_s, share = found["predicted_s"].get(name), 1 if name in ("none", "ddp", "auto") else found["ranks"]
     return None if predicted_s is None else float(predicted_s + found.get("update_s", 0.0) / share)
 
 

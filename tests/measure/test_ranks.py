@@ -152,12 +152,11 @@ def test_what_a_byte_takes_is_what_passes_take_longer_for_each_byte_that_travels
     results = of_three["beside"]
     assert results == [results[0]] * 3
     assert results[0]["passes"] == 8  # alone and beside messages, the first two not counted
-    # Two pairs of 1,200 bytes, half of which travel beside the passes, which take 0.6 s longer in the mean of ranks.
+    # Two pairs of 1,200 bytes, half of them beside passes, which take at least 0.6 s longer: of ranks the mean.
     cost = ShardedCost.from_json(results[0]["cost"])
     assert cost.all_gather.taken_per_byte_s == cost.reduce_scatter.taken_per_byte_s == pytest.approx(0.6 / 2400)
     assert cost.taken_per_byte_s == 2 * cost.all_gather.taken_per_byte_s
     assert cost.all_gather.taken_s == 1e-5
-    assert ShardedCost.from_json(results[0]["measured"]).taken_per_byte_s >= 0
 
 
 def test_a_pass_that_fails_beside_messages_is_an_error_on_all(of_three: dict[str, list[Any]]) -> None:

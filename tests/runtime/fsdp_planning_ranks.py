@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import mgwfbp
 from mgwfbp import FsdpPlan, LayerTrace, LinearCost, ModelTrace
+from mgwfbp.costs import ShardedCost
 from mgwfbp.fsdp import predict_fsdp
-from mgwfbp.runtime.fsdp.planning import FsdpInputs, Place, make_plan
+from mgwfbp.measure.beside import Load
+from mgwfbp.runtime.fsdp.planning import FsdpInputs, Place, cost_beside, make_plan
 from tests.runtime.fsdp_ranks import (
     Block,
     Blocks,
@@ -108,6 +110,26 @@ def untouched() -> dict[str, Any]:
         "cost": type(cost).__name__,
         "predicted": predict_fsdp(trace, cost, plan).iteration_s,
     }
+
+
+class Failing(Blocks):
+    """Fails in a pass on the last rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no luck")
+        return super().forward(x)
+
+
+def beside() -> dict[str, Any]:
+    """What is known of messages beside passes, of models that run and that do not; and what is said."""
+    half = LinearCost(dist.get_world_size(), 1e-4, 1e-9)
+    cost, found = ShardedCost(half, half, half), {}
+    inputs, place = FsdpInputs(torch.rand(5, 4), loss), Place.of(None, None, None)
+    for kind in (Blocks, Failing):
+        lines, costs = heard(lambda: cost_beside(kind(), inputs, place, cost, Load(4000, 3)))  # noqa: B023 - called here
+        found[kind.__name__] = {"same": costs == cost, "taken": costs.taken_per_byte_s, "said": lines}
+    return found
 
 
 def precision() -> dict[str, Any]:
@@ -241,7 +263,7 @@ def refused() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {one.__name__: one for one in (measured, untouched, precision, limits, odd, profiled, refused)}
+SCENARIOS = {one.__name__: one for one in (measured, untouched, beside, precision, limits, odd, profiled, refused)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

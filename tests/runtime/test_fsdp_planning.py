@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[Any]:
     """What 2 ranks saw."""
-    scenarios = ["measured", "untouched", "precision", "limits", "odd", "profiled", "refused"]
+    scenarios = ["measured", "untouched", "beside", "precision", "limits", "odd", "profiled", "refused"]
     return run_ranks("tests.runtime.fsdp_planning_ranks", scenarios, folder, 2)
 
 
@@ -102,6 +102,18 @@ def test_measuring_leaves_the_model_and_random_numbers_as_they_were_and_ranks_ag
         assert planned == {"head", "norm", "stem", *(f"h.{n}" for n in range(5))}
         assert plan.predicted["iteration_s"] == pytest.approx(found["predicted"])
     assert (first["plan"], first["trace"]) == (second["plan"], second["trace"])
+
+
+def test_where_passes_fail_beside_messages_planning_goes_on_without_what_these_take_and_says_why(
+    two: list[Any],
+) -> None:
+    for found in (rank["beside"] for rank in two):
+        assert found["Blocks"]["taken"] >= 0
+        assert found["Blocks"]["said"] == []
+        why = "rank 1 failed: ValueError: no luck"
+        assert found["Failing"]["same"]
+        assert found["Failing"]["said"] == [f"WARNING planned without what messages take from the computation: {why}"]
+    assert two[0]["beside"]["Blocks"]["taken"] == two[1]["beside"]["Blocks"]["taken"]
 
 
 def test_what_is_gathered_and_sent_is_what_the_precision_policy_says(two: list[Any]) -> None:

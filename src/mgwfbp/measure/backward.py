@@ -24,8 +24,8 @@ from mgwfbp.units import format_dtype, quote
 
 __all__ = ["Passes", "measure_backward", "plain_passes"]
 
-# Does a forward and a backward pass; what it is given is called when they begin, and what that returns when they have
-# ended. Returns what the passes took, and what they and the second call took.
+# Does a forward and a backward pass; what it is given is called just before, what that returns when they have ended.
+# Returns what the passes took, and what they took with both calls.
 Passes = Callable[[Callable[[], Callable[[], object]]], tuple[float, float]]
 
 
@@ -196,6 +196,7 @@ class _Runs:
     def both_passes(self, begin: Callable[[], Callable[[], object]]) -> tuple[float, float]:
         """As `Passes` says."""
         self._clear()
+        called = self._clock.now()
         finish = begin()
         start = self._clock.now()
         self._forward().backward()
@@ -203,7 +204,7 @@ class _Runs:
         finish()
         finished = self._clock.now()
         self._clock.wait()
-        found = self._clock.between_s(start, end), self._clock.between_s(start, finished)
+        found = self._clock.between_s(start, end), self._clock.between_s(called, finished)
         self._clock.forget()
         return found
 

@@ -3,10 +3,9 @@
 On a GPU the kernels of a message occupy processors and memory that the passes would have, and on a host its threads do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,10 @@ __all__ = ["Load", "load_beside", "measure_taken"]
 
 # Passes are timed so often with messages and without, behind one that is not counted.
 TURNS = 3
-# Beside one pass messages are so many at the least, so that the link is busy all along, and at the most, so that the
-# host is never waited for.
+# Messages beside one pass: enough to share it between them, and few enough that the host is never waited for.
 FEWEST, MOST = 8, 128
+# Of messages that are made larger so that few are enough: the memory of one.
+MOST_BYTES = 2**26
 
 
 class Load(NamedTuple):
@@ -33,7 +33,7 @@ class Load(NamedTuple):
 
 
 def load_beside(cost: ShardedCost, compute_s: float, num_bytes: int) -> Load:
-    """Return messages of this size that keep the link busy for so long; smaller ones where they would be few.
+    """Return messages of about this size that keep the link busy for so long; other sizes where too few or many would.
 
     >>> from mgwfbp.cost import LinearCost
     >>> half = LinearCost(2, 0.5, 0.25)
@@ -41,13 +41,18 @@ def load_beside(cost: ShardedCost, compute_s: float, num_bytes: int) -> Load:
     Load(num_bytes=4, pairs=33)
     >>> load_beside(ShardedCost(half, half, half), 100.0, 400)
     Load(num_bytes=12, pairs=14)
+    >>> load_beside(ShardedCost(half, half, half), 1000.0, 4)
+    Load(num_bytes=16, pairs=111)
     """
 
     def pair_s(size: int) -> float:
         return cost.all_gather(size) + cost.reduce_scatter(size)
 
+    num_bytes = min(num_bytes, MOST_BYTES)
     while num_bytes > 1 and FEWEST * pair_s(num_bytes) > compute_s:
         num_bytes //= 2
+    while 2 * num_bytes <= MOST_BYTES and MOST * pair_s(num_bytes) < compute_s:
+        num_bytes *= 2
     took_s = pair_s(num_bytes)
     return Load(num_bytes, max(1, min(MOST, int(compute_s / took_s))) if took_s else MOST)
 
@@ -59,7 +64,7 @@ def measure_taken(
 
     Passes run alone and, in turns with that, beside messages that begin with them. What they take longer, for each byte
     that travels until they end, is ``taken_per_byte_s``: of both halves alike, 0 where they take no longer. Of the
-    ranks the mean counts, of turns the median.
+    ranks the mean counts, and of turns the least: what steps scatter by is no cost of messages.
 
     Args:
         passes: of the model, `mgwfbp.measure.backward.plain_passes`.
@@ -84,13 +89,13 @@ def measure_taken(
             works.append(dist.reduce_scatter_tensor(own, rows, group=group, async_op=True))
         return lambda: [work.wait() for work in works]
 
-    sent_bytes, turns = 2 * load.pairs * rows.nbytes, list[tuple[float, float, float]]()
+    sent_bytes, turns_s = 2 * load.pairs * rows.nbytes, list[float]()
     for _ in range(1 + TURNS):
         # A rank whose pass fails has sent what the others wait for, or nobody has sent anything.
         alone_s, _ = together(partial(passes, lambda: lambda: None), group)
-        turns.append((alone_s, *together(partial(passes, send), group)))
-    (total_s,) = reduce_values([_taken_per_byte_s(turns[1:], sent_bytes)], "sum", group)
-    taken_s = max(0.0, total_s / world)
+        beside_s, arrived_s = together(partial(passes, send), group)
+        turns_s.append(_taken_per_byte_s(alone_s, beside_s, arrived_s, sent_bytes))
+    taken_s = max(0.0, min(reduce_values(turns_s[1:], "sum", group)) / world)
     return ShardedCost(
         replace(cost.all_reduce, taken_per_byte_s=2 * taken_s),
         replace(cost.reduce_scatter, taken_per_byte_s=taken_s),
@@ -98,12 +103,10 @@ def measure_taken(
     )
 
 
-def _taken_per_byte_s(turns: Sequence[tuple[float, float, float]], sent_bytes: int) -> float:
-    """Return what passes take longer for each byte that travels beside them, by the turns' median.
+def _taken_per_byte_s(alone_s: float, beside_s: float, arrived_s: float, sent_bytes: int) -> float:
+    """Return what passes take longer for each byte that travels beside them; others travel when they have ended.
 
-    >>> _taken_per_byte_s([(2.0, 3.0, 6.0), (2.0, 2.5, 2.5), (2.0, 2.0, 4.0)], 10)  # 5, 10 and 5 bytes
-    0.05
+    >>> _taken_per_byte_s(2.0, 3.0, 6.0, 10)  # beside 5 bytes
+    0.2
     """
-    return median(
-        (beside_s - alone_s) / (sent_bytes * min(1.0, beside_s / arrived_s)) for alone_s, beside_s, arrived_s in turns
-    )
+    return (beside_s - alone_s) / (sent_bytes * beside_s / arrived_s)

@@ -7,6 +7,7 @@ Without a measured step, and on a host, there is no limit. Where less memory cos
 with ``reshard_after_forward=False``.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -20,15 +21,15 @@ import torch.distributed as dist
 from torch import nn
 
 from mgwfbp.cost import Cost, LinearCost
-from mgwfbp.costs import cost_with_halves
-from mgwfbp.errors import PlanError
+from mgwfbp.costs import ShardedCost, cost_with_halves
+from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan, predict_fsdp
 from mgwfbp.fsdp_units import ROOT, units_of_names, whole_units
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
 from mgwfbp.measure.backward import measure_backward, plain_passes
-from mgwfbp.measure.beside import load_beside, measure_taken
+from mgwfbp.measure.beside import Load, load_beside, measure_taken
 from mgwfbp.measure.workload import LossFn, default_loss, trainable
 from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import plan_fsdp
@@ -152,7 +153,8 @@ def make_plan(
         if high != -low:
             raise PlanError(f"{name} is not the same on all ranks: give it to every rank or to none")
     trace, room = (read.trace, None) if read.trace is not None else _measured_trace(model, inputs, place)
-    cost, precision = read.cost or _measured_cost(model, inputs, place, trace), place.precision_of(model)
+    cost = read.cost or _measured_cost(model, inputs, place, trace, can_run=read.trace is None)
+    precision = place.precision_of(model)
     by_block = predict_fsdp(trace, cost, plan_by_block(trace, read.root), precision=precision).memory_bytes
     is_first = dist.get_rank(place.group) == 0
 
@@ -295,23 +297,35 @@ def _measured_trace(model: nn.Module, inputs: FsdpInputs, place: Place) -> tuple
     return trace, int(reduce_values([room], "min", place.group)[0])
 
 
-def _measured_cost(model: nn.Module, inputs: FsdpInputs, place: Place, trace: ModelTrace) -> Cost:
+def _measured_cost(model: nn.Module, inputs: FsdpInputs, place: Place, trace: ModelTrace, *, can_run: bool) -> Cost:
     """Measure gathers and reduce-scatters between those that share parameters.
 
-    With a model to run, also what they take from the computation; not on a host, where FSDP2 waits for every message.
+    Of a model that ``can_run`` also what they take from the computation; not on a host, where FSDP2 waits for every
+    message, nor beside messages of the model's own.
     """
     if dist.get_world_size(place.shards) == 1:
         return LinearCost(1, 0.0, 0.0)
-    most = max(8, min(trace.grad_bytes, MOST_BYTES))
+    gathered_bytes = [unit.num_bytes for unit in whole_units(trace).values()]
+    most = max(8, min(sum(gathered_bytes), MOST_BYTES))
     # Other ranks than those that share parameters may wait for the plan, too.
     cost = together(lambda: measure_halves(place.shards, place.device, max_bytes=most, budget_s=BUDGET_S), place.group)
-    if inputs.batch is None or place.device.type != "cuda":
+    sends = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if not can_run or place.device.type != "cuda" or sends:
         return cost
-    load = load_beside(cost, trace.compute_s, trace.grad_bytes // len(whole_units(trace)))
+    load = load_beside(cost, trace.compute_s, sum(gathered_bytes) // len(gathered_bytes))
+    return cost_beside(model, inputs, place, cost, load)
 
-    def measure() -> Cost:
-        loss_fn, autocast_dtype = inputs.loss_fn or default_loss, place.autocast_dtype
-        with plain_passes(model, inputs.batch, loss_fn, autocast_dtype=autocast_dtype) as passes:
+
+def cost_beside(model: nn.Module, inputs: FsdpInputs, place: Place, cost: ShardedCost, load: Load) -> ShardedCost:
+    """Return a cost with what its messages take from the model's passes; without that where it cannot be measured."""
+    loss_fn, autocast_dtype = inputs.loss_fn or default_loss, place.autocast_dtype
+    try:
+        with contextlib.ExitStack() as stack:
+            made = plain_passes(model, inputs.batch, loss_fn, autocast_dtype=autocast_dtype)
+            passes = together(lambda: stack.enter_context(made), place.shards)
             return measure_taken(passes, cost, load, place.shards, place.device)
-
-    return together(measure, place.group)
+    except MeasureError as problem:  # the same on all ranks that share parameters
+        _log.warning("planned without what messages take from the computation: %s", problem)
+        return cost
+    finally:
+        torch.cuda.empty_cache()  # what a step of the whole model took is more than sharded ones will
