@@ -136,7 +136,7 @@ def test_the_tuner_changes_buckets_and_no_state_moves(two: list[Any]) -> None:
         assert found["gathering"]["all_reduced_s"] > 0
         assert found["planned"]
         assert None not in found["forward"]
-        assert "with plain all-reduces a step is predicted to take" in found["words"]
+        assert "with plain all-reduces a step took" in found["words"]
         assert found["same"]
         assert found["state"] == pytest.approx(2 / 2, rel=0.05)  # two averages, half of each
 

@@ -30,6 +30,7 @@ class World:
     spell_chance: float = 0.0  # that a slow spell begins with a step
     spell_slows: float = 1.2
     is_sharded: bool = False  # messages are reduce-scatters, and parameters are gathered
+    gathering_slows: float = 1.0  # how much longer both passes are where parameters are gathered
     per_message_s: float = 0.0  # what each message takes from the computation, evenly over the backward pass
     steps: int = 0
     _spell_left: int = 0
@@ -45,9 +46,11 @@ class World:
     def default(self) -> MergePlan:
         return plan_bucket(self.trace, self.cost)
 
-    def truth(self, plan: MergePlan, batch: float = 1.0) -> Timeline:
-        """Return a step as it really is, but for noise."""
-        if self.is_sharded and not plan.gathers:
+    def truth(self, plan: MergePlan, batch: float = 1.0, *, is_reduced: bool = False) -> Timeline:
+        """Return a step as it really is, but for noise; in a sharded world perhaps with its messages all-reduced."""
+        if is_reduced:
+            plan = replace(plan, gathers=())
+        elif self.is_sharded and not plan.gathers:
             plan = replace(plan, gathers=tuple(group[::-1] for group in reversed(plan.groups)))
         key = plan.messages, batch
         if key not in self._steps_of:
@@ -69,14 +72,14 @@ class World:
     def answer(self, turn: Turn) -> Seen:
         """Run the steps of a turn."""
         plan = turn.plan
-        found: dict[str, list[_Step]] = {"plain": [], "gradients": [], "messages": [], "gathers": [], "alone": []}
+        found: dict[str, list[_Step]] = {}
         for note in turn.notes:
-            step = self._step(plan)
+            step = self._step(plan, is_reduced=note == "reduced")
             if note != "settle":
-                found[note].append(step)
-        return Seen(**{note: self._agreed(note, steps, plan) for note, steps in found.items() if steps})
+                found.setdefault(note, []).append(step)
+        return Seen(**{note: self._agreed(note, steps, plan) for note, steps in found.items()})
 
-    def _step(self, plan: MergePlan) -> "_Step":
+    def _step(self, plan: MergePlan, *, is_reduced: bool) -> "_Step":
         self.steps += 1
         if self._spell_left:
             self._spell_left -= 1
@@ -88,7 +91,9 @@ class World:
         whole, forward, backward = (self.rng.lognormvariate(0, spread) for _ in range(3))
         # Batches come in sizes that are 5 % apart.
         batch = math.exp(0.05 * round(self.rng.gauss(0, self.batches) / 0.05)) if self.batches else 1.0
-        return _Step(self.truth(plan, batch), slow * whole * forward, slow * whole * backward)
+        slow *= self.gathering_slows if self.is_sharded and not is_reduced else 1.0
+        timeline = self.truth(plan, batch, is_reduced=is_reduced)
+        return _Step(timeline, slow * whole * forward, slow * whole * backward)
 
     def _agreed(self, note: str, steps: "list[_Step]", plan: MergePlan) -> AgreedSteps:
         order = {name: place for place, name in enumerate(self.gradients.names)}

@@ -244,10 +244,16 @@ class ReducerHandle(Parameters):
         groups = self.gathers if self.gathers is not None else [bucket[::-1] for bucket in self.buckets()[::-1]]
         return [group for group in groups if not owned[group[0]].is_whole]
 
-    def observe_gathers(self, on_gather: OnGather | None, *, waits_first: bool = False) -> None:
-        """Call ``on_gather`` with every gather from now on, or with None nothing; let forward passes wait for them."""
+    def observe_gathers(
+        self, on_gather: OnGather | None, *, waits_first: bool = False, all_reduces: bool = False
+    ) -> None:
+        """Call ``on_gather`` with every gather from now on, or with None nothing.
+
+        Let forward passes wait for all gathers first, and messages be all-reduced, as with a plain optimizer.
+        """
         if self._shard_group is not None:
-            self._shard_group.shards.on_gather, self._shard_group.shards.waits_first = on_gather, waits_first
+            shards = self._shard_group.shards
+            shards.on_gather, shards.waits_first, shards.all_reduces = on_gather, waits_first, all_reduces
 
     @property
     def torchs_groups(self) -> tuple[tuple[str, ...], ...]:

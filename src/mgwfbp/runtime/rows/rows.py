@@ -138,7 +138,11 @@ class Owned:
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's row of a tensor that has the parameter's shape, as a flat tensor."""
-        return memory_of(self._laid_out(tensor.dtype).copy_(tensor))[self._part].clone()
+        return self.row_of(memory_of(self._laid_out(tensor.dtype).copy_(tensor))).clone()
+
+    def row_of(self, numbers: Tensor) -> Tensor:
+        """Return this rank's row of numbers in the order of the parameter's memory, as a view."""
+        return numbers[self._part]
 
     def in_memory(self, grad: Tensor) -> Tensor:
         """Return a gradient's numbers in the order of the parameter's, as a view where they have it."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,11 @@ class _Message:
         self.ids = [id(one.parameter) for one in owned]
         self.spread = [SpreadGradient(one, group) for one in owned]
 
+    def own_of(self, bucket: Tensor) -> Tensor:
+        """Return this rank's row of a bucket whose gradients are averaged."""
+        numbers = bucket.split(self.layout.counts)
+        return torch.cat(self.layout.padded([one.row_of(part) for one, part in zip(self.owned, numbers, strict=True)]))
+
 
 class Noted(Protocol):
     """Who notes when a gather was waited for."""
@@ -78,9 +84,10 @@ class Shards:
         self._reduces = Channel(group, self._device)
         self._gathers = self._reduces if gather_group is None else Channel(gather_group, self._device)
         self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
-        # Of the reduction that is under way; None for what was all-reduced.
-        self._arrived: list[tuple[_Message, tuple[Tensor, Tensors] | None]] = []
-        self._futures: list[Tensors] = []  # of the gradients that rows have now
+        # Of the reduction that is under way: what says this rank's row of it; None where every rank owns all.
+        self._arrived: list[tuple[_Message, Callable[[], Tensor] | None]] = []
+        self._sent: list[Tensors] = []  # what stands for its reduce-scatters
+        self._futures: list[Tensors] = []  # and for those of the gradients that rows have now
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
         self._guards: Guards | None = None
         self._others: list[nn.Parameter] = []  # of the module, frozen ones say
@@ -89,7 +96,9 @@ class Shards:
         # Whether a backward pass may leave parameters without a gradient. Where it may not, nobody reads what the
         # Reducer copies back into gradients, and it need not.
         self.has_unused = True
-        self.waits_first = False  # whether forward passes begin when all gathers have ended, to see what they take then
+        # Whether forward passes begin when all gathers have ended, and messages are all-reduced: to see what steps take
+        # then. Rows get the same gradients, but for the order of sums.
+        self.waits_first = self.all_reduces = False
         self._num_sent = 0
         self._lock = threading.RLock()
 
@@ -119,8 +128,8 @@ class Shards:
         """
         known = self._message_of(places)
         layout = known.layout
-        if known.is_whole:
-            self._arrived.append((known, None))
+        if known.is_whole or self.all_reduces:
+            self._arrived.append((known, None if known.is_whole else partial(known.own_of, message)))
             return all_reduce()
         if sum(layout.counts) != message.numel():
             raise ShardError(
@@ -132,9 +141,9 @@ class Shards:
             rows, received = channel.scratch(message, (self._world, layout.length))
             reduce_scatter(layout.pack(message.split(layout.counts), rows), own, received, channel.group, tag)
 
-        future = self._reduces.send(job, [message])
-        self._arrived.append((known, (own, future)))
-        return work_of(future)
+        self._sent.append(self._reduces.send(job, [message]))
+        self._arrived.append((known, lambda: own))
+        return work_of(self._sent[-1])
 
     def _next_tag(self, kind: int) -> int:
         """Return what this message alone is tagged with: where a rank skips one, no other is taken for it."""
@@ -149,13 +158,12 @@ class Shards:
 
     def hand_out(self) -> None:
         """Give each row its gradient, once the Reducer has ended; a parameter that nobody used has none."""
-        arrived, self._arrived, self._futures = self._arrived, [], []
-        for message, sharded in arrived:
-            if sharded is None:
+        arrived, self._arrived = self._arrived, []
+        self._futures, self._sent = self._sent, []
+        for message, own in arrived:
+            if own is None:
                 continue
-            own, future = sharded
-            self._futures.append(future)
-            for one, spread, part in zip(message.owned, message.spread, message.parts_of(own), strict=True):
+            for one, spread, part in zip(message.owned, message.spread, message.parts_of(own()), strict=True):
                 if self.has_unused and one.parameter.grad is None:
                     one.row.grad = None
                     continue

@@ -21,7 +21,9 @@ and of those within the tolerance of the fastest the one that sends the fewest b
 Where a sharded optimizer gathers parameters (``gathers``), that is tuned when the messages are chosen: it is observed
 what gathers take, when the forward pass needs each, and what that takes without them; groups are planned, and take
 turns with those in force as in 3 and 4, in at most `GATHERS` of the steps again. What is sharded is not changed, since
-state would have to move; a plan that all-reduces some messages, and is predicted to be worth a new optimizer, is said.
+state would have to move. But it is measured, in at most `ADVICE` of the steps, what steps take that wait for gathers
+first and all-reduce their messages, as those of a plain optimizer do; and a plan that all-reduces some messages, and is
+predicted to be worth a new optimizer, is said.
 """
 
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
@@ -59,6 +61,8 @@ BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
 # The part of the steps in which groups of gathers may be compared, besides.
 GATHERS = 0.25
+# And in which all messages may be all-reduced, to see whether a plain optimizer would be faster.
+ADVICE = 0.1
 # A plan that needs a new optimizer is predicted to shorten the step by more than this part, or is not mentioned.
 NEW_OPTIMIZER = 0.01
 
@@ -134,7 +138,8 @@ def decide(
     chosen = _predicted(chosen, trace, cost)
     gathering = None
     if situation.gathers is not None:
-        chosen, gathering = yield from _gathers(chosen, situation.gathers, known, allowed, limits)
+        chosen, among_gathers = yield from _gathers(chosen, situation.gathers, known, allowed, limits)
+        gathering = yield from _all_reduced(chosen, among_gathers, known, allowed, fitting, limits)
         trace = known.whole_trace
     return Verdict(
         (chosen, *candidates[1:]),
@@ -188,7 +193,7 @@ def _gathers(
     known: Learner,
     allowed: Allowed,
     limits: Limits,
-) -> Generator[Turn, Seen, tuple[Candidate, Gathering]]:
+) -> Generator[Turn, Seen, tuple[Candidate, Comparison]]:
     """Find in which groups parameters are gathered beside the chosen messages: as before unless others are faster."""
     groups = in_force or tuple(group[::-1] for group in reversed(chosen.plan.groups))
     before = replace(chosen.plan, gathers=groups, predicted={})
@@ -198,18 +203,35 @@ def _gathers(
     plans = {plan.gathers: plan for plan in (before, replace(before, gathers=planned))}
     names = ("as before", "planned")
     rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
-    limits = replace(limits, steps=int(GATHERS * limits.steps))
-    found, comparison = yield from compare(rivals, limits, regresses=False)
+    found, comparison = yield from compare(rivals, _part_of(limits, GATHERS), regresses=False)
     kept = _predicted(replace(chosen, plan=found[0].plan), trace, cost)
     if found[0].steps_s:
         kept = replace(kept, steps_s=found[0].steps_s, step_s=found[0].step_s)
-    all_reduced_s = predict(trace, cost.all_reduce, find_plan(trace, cost.all_reduce)).iteration_s
+    return kept, comparison
+
+
+def _all_reduced(
+    kept: Candidate, among_gathers: Comparison, known: Learner, allowed: Allowed, fitting: Allowed, limits: Limits
+) -> Generator[Turn, Seen, Gathering]:
+    """Find what steps take with all messages all-reduced, those of the plan and those planned so, and say what is."""
+    trace, cost = known.whole_trace, known.halves
+    planned = fitting(find_plan(trace, cost.all_reduce)).groups
+    plans = {groups: replace(kept.plan, groups=groups, predicted={}) for groups in (kept.plan.groups, planned)}
+    names = ("all-reduced", "all-reduced, planned so")
+    rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
+    kinds: tuple[Note, ...] = ("plain", "reduced", "reduced")
+    found, comparison = yield from compare([kept, *rivals], _part_of(limits, ADVICE), regresses=False, kinds=kinds)
+    all_reduced_s = min(one.step_s for one in found if one.name in names)
     per_group = allowed(plan_sharded(trace, cost))
     per_group_s = predict(trace, cost, per_group).iteration_s
     is_mixed = 0 < sum(per_group.sharded) < per_group.num_groups  # else it is a plain optimizer's, or as this one
     is_worth = is_mixed and per_group_s < (1 - NEW_OPTIMIZER) * kept.predicted_s
     said = replace(per_group, predicted={"iteration_s": per_group_s}) if is_worth else None
-    return kept, Gathering(comparison, known.gather_cost, all_reduced_s, said)
+    return Gathering(among_gathers, known.gather_cost, comparison, all_reduced_s, said)
+
+
+def _part_of(limits: Limits, part: float) -> Limits:
+    return replace(limits, steps=max(1, int(part * limits.steps)))
 
 
 def _in_low_precision(

@@ -90,8 +90,11 @@ def compare(
     tolerance: float = PRECISION,
     *,
     regresses: bool = True,
+    kinds: Sequence[Note] = (),
 ) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
     """Run plans in turns until the fastest is known; the first is kept unless another is faster beyond doubt.
+
+    Steps are plain ones, unless ``kinds`` says for each plan what they are.
 
     Of plans that are slower than the fastest by no more than ``tolerance`` the one is kept that has the fewest
     ``low_bytes``, bytes in low precision; and one with fewer than the plan in force replaces it where it is not slower
@@ -104,9 +107,10 @@ def compare(
         notes = GLANCE if race.turns < GLANCES else LONGER
         seen: dict[int, AgreedSteps] = {}
         for place in left if race.turns % 2 == 0 else reversed(left):
-            result = yield Turn(candidates[place].plan, notes, f"comparing {len(left)} plans, turn {race.turns + 1}")
-            assert result.plain is not None  # noqa: S101 - plain steps were asked for
-            seen[place] = result.plain
+            kind: Note = kinds[place] if kinds else "plain"
+            asked = tuple(kind if note == "plain" else note for note in notes)
+            result = yield Turn(candidates[place].plan, asked, f"comparing {len(left)} plans, turn {race.turns + 1}")
+            seen[place] = getattr(result, kind)
             learn(candidates[place].plan, result)
             spent += len(notes)
         race.add(seen)

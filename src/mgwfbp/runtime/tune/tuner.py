@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -281,7 +281,7 @@ def _next_order(subject: _Subject, leader: _Leader | None, reduced: Mapping[str,
 def _observe(subject: _Subject, order: _Order) -> Generator[None, None, dict[str, PackedSteps]]:
     """Observe the steps that are asked for; return what all ranks saw."""
     for note in order.notes:
-        subject.observer.note(**{what: note == what for what in ("gradients", "messages", "gathers", "alone")})
+        subject.observer.note(**{what: note == what for what in get_args(Note) if what not in ("settle", "plain")})
         yield
     packed = _together(lambda: _pack(subject, order), subject.group)
     return {note: some.reduced(subject.group) for note, some in packed.items()}
@@ -340,13 +340,14 @@ def _write_verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _write_gathering(found: Gathering) -> dict[str, Any]:
-    return {**found.to_json(), "comparison": asdict(found.comparison)}  # which may hold infinities
+    # Comparisons may hold infinities.
+    return {**found.to_json(), "comparison": asdict(found.comparison), "all_reduced": asdict(found.all_reduced)}
 
 
 def _read_gathering(said: Mapping[str, Any]) -> Gathering:
     per_group = None if said["per_group"] is None else MergePlan.from_json(said["per_group"])
-    comparison, cost = Comparison(**said["comparison"]), PiecewiseCost.from_json(said["cost"])
-    return Gathering(comparison, cost, said["all_reduced_s"], per_group)
+    comparison, all_reduced = (Comparison(**said[what]) for what in ("comparison", "all_reduced"))
+    return Gathering(comparison, PiecewiseCost.from_json(said["cost"]), all_reduced, said["all_reduced_s"], per_group)
 
 
 def _read(text: str, subject: _Subject) -> _Order:
