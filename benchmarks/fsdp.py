@@ -35,8 +35,10 @@ import mgwfbp
 from mgwfbp import FsdpPlan, MergePlan, ModelTrace, fsdp_lower_bound_s, predict, predict_fsdp
 from mgwfbp.bench.turns import Schedule, Step, slowest, take_turns, time_steps
 from mgwfbp.bench.whole_steps import SGD, fsdp_step, plain_step, stock_ddp_step, tell, whole_step
+from mgwfbp.bounds import sharded_lower_bound_s
 from mgwfbp.cli.workers import process_group
 from mgwfbp.cost import Cost
+from mgwfbp.costs import ShardedCost
 from mgwfbp.fsdp import at_root_of
 from mgwfbp.fsdp_units import ROOT, units_of
 from mgwfbp.measure.agreement import broadcast_text, problem_of, reduce_values, together
@@ -85,10 +87,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--profile", type=Path, help="also write rank 0's torch.profiler export of two steps of ours")
     parser.add_argument("--show", type=Path, nargs="+", help="results: print one table of them, and run nothing")
+    parser.add_argument("--ms-per-gb", type=float, help="with --show: predict anew, as if messages took so much")
     options = parser.parse_args()
     if options.show:
-        overview({path.stem: json.loads(path.read_text()) for path in options.show})
+        results = {path.stem: json.loads(path.read_text()) for path in options.show}
+        if options.ms_per_gb is not None:
+            results = {title: predicted_anew(found, options.ms_per_gb) for title, found in results.items()}
+        overview(results)
         return
+    if options.ms_per_gb is not None:
+        parser.error("--ms-per-gb is for --show")
     ways = options.ways.split(",")
     if unknown := [name for name in ways if name not in TITLES]:
         parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(TITLES)}")
@@ -339,6 +347,27 @@ def predicted_with_update(found: Mapping[str, Any], name: str) -> float | None:
     return None if predicted_s is None else float(predicted_s + found.get("update_s", 0.0) / share)
 
 
+def predicted_anew(found: Mapping[str, Any], ms_per_gb: float) -> dict[str, Any]:
+    """Return a result whose plans are predicted as if each GB that travels took so much from the computation."""
+    trace, cost = ModelTrace.from_json(found["trace"]), ShardedCost.from_json(found["cost"])
+    half_s = ms_per_gb * 1e-12
+    parts = ((cost.all_reduce, 2 * half_s), (cost.reduce_scatter, half_s), (cost.all_gather, half_s))
+    cost = ShardedCost(*(replace(one, taken_per_byte_s=taken_s) for one, taken_s in parts))
+    anew = {"ddp": predict(trace, cost, plan_bucket(trace, cost)).iteration_s}
+    for name, plan in found["plans"].items():
+        if name in ("auto", "sharded"):
+            anew[name] = predict(trace, cost, MergePlan.from_json(plan)).iteration_s
+        else:
+            anew[name] = predict_fsdp(trace, cost, FsdpPlan.from_json(plan)).iteration_s
+    return {**found, "predicted_s": {**found["predicted_s"], **anew}}
+
+
+def sharded_bound_s(found: Mapping[str, Any]) -> float:
+    """Return below what no step with our sharded optimizer is predicted to be, its update included."""
+    trace, cost = ModelTrace.from_json(found["trace"]), ShardedCost.from_json(found["cost"])
+    return sharded_lower_bound_s(trace, cost) + float(found.get("update_s", 0.0)) / int(found["ranks"])
+
+
 def profiled(step: Step, device: torch.device, path: Path) -> None:
     with torch.profiler.profile(record_shapes=True) as profile:
         time_steps(step, 2, device)
@@ -359,6 +388,9 @@ def overview(results: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"| {TITLES[name]} | {' | '.join('' if one is None else f'{one / 1e9:.2f}' for one in held)} |")
     print("", *(f"- {one}" for one in verdicts(results)), sep="\n")
     for title, found in results.items():
+        if "trace" in found:
+            bound_ms = 1e3 * sharded_bound_s(found)
+            print(f"- {title}: no step with our sharded optimizer is predicted to be below {bound_ms:.1f} ms")
         for name, why in (*found["failed"].items(), *((what, "there was no time left") for what in found["left_out"])):
             print(f"- {title}: {name}: {why}")
 
