@@ -1,11 +1,13 @@
-"""What a message takes in fp32 and in bf16, by its size: all-reduces, ours, and the parts that ours is made of.
+"""What a message takes by its size, and the parts that ours is made of: in low precision, or in halves.
 
-    mgwfbp lab --hosts 2 --rate 600mbit -- python benchmarks/wire_messages.py
-    mgwfbp lab --hosts 4 --rate 10gbit -- python benchmarks/wire_messages.py --backend nccl --sizes 1000000,28000000
+    mgwfbp lab --hosts 2 --rate 600mbit -- python benchmarks/messages.py
+    mgwfbp lab --hosts 4 --rate 625mbit -- python benchmarks/messages.py --halves
+    mgwfbp lab --hosts 4 --rate 10gbit -- python benchmarks/messages.py --backend nccl --sizes 1000000,28000000
 
-One message at a time and nothing beside it; each time is that of the slowest rank, their mean stands in the table.
+One message at a time and nothing beside it; each time is that of the slowest rank, their median stands in the table.
 Sizes are bytes of gradients. The all-reduce in bf16 converts nothing; ours has both conversions in it, the parts have
-none: each is of the bytes that ours sends or adds up. Rank 0 prints Markdown.
+none: each is of the bytes that ours sends or adds up. ``--halves``: as a sharded optimizer sends them over gloo, to one
+rank after another, beside rows to all at once. Rank 0 prints Markdown.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,14 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.measure import low
+from mgwfbp.measure.halves import all_gather, exchange, reduce_scatter, wait_for
 from mgwfbp.runtime.messages.gloo import destroy_process_group, init_process_group
 from mgwfbp.units import format_bytes
 
 WIRE = torch.bfloat16
+Kinds = Mapping[str, Callable[[], object]]  # what is timed of a message, by its name
 
 
-def kinds_of(message: Tensor, group: Any) -> Mapping[str, Callable[[], object]]:
-    """Return what is timed of a message, by its name."""
+def in_low_precision(message: Tensor, group: Any) -> Kinds:
     rows = low._lowered(message, WIRE, group.size())
     received, summed, half = torch.empty_like(rows), rows[0].clone(), message.to(WIRE)
     sent, read, own = (one.view(torch.uint8) for one in (rows, received, summed))
@@ -40,6 +43,23 @@ def kinds_of(message: Tensor, group: Any) -> Mapping[str, Callable[[], object]]:
         "of that: all-to-all": lambda: dist.all_to_all_single(read, sent),
         "sum": lambda: low._summed(received),
         "all-gather": lambda: dist.all_gather_into_tensor(sent.flatten(), own),
+    }
+
+
+def in_halves(message: Tensor, group: Any) -> Kinds:
+    rows = message.view(group.size(), -1)
+    received, own = torch.empty_like(rows), rows[0].clone()
+
+    def sum_at_once() -> None:
+        wait_for(exchange(received, rows, group))
+        torch.sum(received, dim=0, out=own)
+
+    return {
+        "all-reduce": lambda: dist.all_reduce(message),
+        "reduce-scatter, in turn": lambda: reduce_scatter(rows, own, received, group),
+        "reduce-scatter, at once": sum_at_once,
+        "all-gather, in turn": lambda: all_gather(rows, own, group),
+        "all-gather, at once": lambda: wait_for(exchange(rows, own.expand_as(rows), group)),
     }
 
 
@@ -83,13 +103,17 @@ def join(backend: str) -> torch.device:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--halves", action="store_true", help="messages of a sharded optimizer over gloo")
     parser.add_argument("--sizes", default="1000000,14000000", help="bytes of gradients, separated by commas")
     parser.add_argument("--repeats", type=int, default=4)
     options = parser.parse_args()
-    device = join(options.backend)
+    if options.halves and options.backend != "gloo":
+        parser.error("--halves is for gloo: over nccl they are its own collectives")
+    device, kinds_of = join(options.backend), in_halves if options.halves else in_low_precision
     lines: list[str] = []
     for num_bytes in map(int, options.sizes.split(",")):
-        kinds = kinds_of(torch.zeros(num_bytes // 4, device=device), dist.group.WORLD)
+        world = dist.get_world_size()
+        kinds = kinds_of(torch.zeros(num_bytes // 4 // world * world, device=device), dist.group.WORLD)
         if not lines:
             lines += ["| ms | hosts | " + " | ".join(kinds) + " |", "|---|--:|" + "--:|" * len(kinds)]
         found_s: dict[str, list[float]] = {name: [] for name in kinds}
@@ -98,8 +122,8 @@ def main() -> None:
                 took_s = timed_s(send, device)
                 if turn:  # connections and memory are made in the first
                     found_s[name].append(took_s)
-        cells = " | ".join(f"{1e3 * fmean(some):.1f}" for some in found_s.values())
-        lines.append(f"| {format_bytes(num_bytes)} of gradients | {dist.get_world_size()} | {cells} |")
+        cells = " | ".join(f"{1e3 * median(some):.1f}" for some in found_s.values())
+        lines.append(f"| {format_bytes(num_bytes)} of gradients | {world} | {cells} |")
     if dist.get_rank() == 0:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
