@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, Timeline, load_network, load_trace, predict
-from mgwfbp.costs import WireCost, sharded_cost
+from mgwfbp.costs import ShardedCost, WireCost, sharded_cost
 from mgwfbp.planners import plan_optimal, plan_wire
 from mgwfbp.planners.sharded import plan_sharded
 from mgwfbp.runtime.observe.steps import AgreedSteps, Seen
@@ -185,6 +185,20 @@ def test_groups_of_gathers_are_planned_with_what_was_seen_of_them_and_kept_only_
     assert not found.all_reduced.is_sure  # each half of a message takes half as long: then sharding is no slower
     again = tune_in(world, in_force=chosen.plan)
     assert world.truth(again.candidates[0].plan).iteration_s <= 1.005 * kept_s
+
+
+def test_what_an_all_reduce_takes_is_learnt_from_all_reduces_where_halves_take_more() -> None:
+    """Over this link bandwidth bounds the step, and each half takes 0.9 times the whole."""
+    world = quiet("10gbe", 4, "resnet50-h200-b32")
+    whole = world.cost
+    assert isinstance(whole, LinearCost)
+    half = replace(whole, startup_s=0.9 * whole.startup_s, per_byte_s=0.9 * whole.per_byte_s)
+    found = tune_in(replace(world, is_sharded=True, cost=ShardedCost(whole, half, half))).gathering
+    assert found is not None
+    for size in (10**6, 10**7):
+        assert found.all_reduce_cost(size) == pytest.approx(whole(size), rel=0.15)
+        assert found.cost(size) == pytest.approx(half(size), rel=0.15)
+    assert found.all_reduced.is_sure
 
 
 @pytest.mark.parametrize(("network", "is_mixed"), [("25gbe", True), ("10gbe", False)])

@@ -74,7 +74,7 @@ class World:
         plan = turn.plan
         found: dict[str, list[_Step]] = {}
         for note in turn.notes:
-            step = self._step(plan, is_reduced=note == "reduced")
+            step = self._step(plan, is_reduced=turn.all_reduces)
             if note != "settle":
                 found.setdefault(note, []).append(step)
         return Seen(**{note: self._agreed(note, steps, plan) for note, steps in found.items()})

@@ -135,6 +135,7 @@ class Learner:
     _computes_s: dict[Sent, list[float]] = field(default_factory=dict)  # by a plan's messages
     _observed: tuple[ModelTrace, MergePlan] | None = None  # gradients beside the messages of a plan
     gathers_s: dict[int, list[float]] = field(default_factory=dict)
+    all_reduces_s: dict[int, list[float]] = field(default_factory=dict)  # where other messages are reduce-scatters
     _pieces_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # of the forward pass, by what was gathered
     _alone_s: float | None = None  # the forward pass without gathers beside it
 
@@ -218,10 +219,24 @@ class Learner:
         all_bytes = sum(self.gradients.sizes_of(self._pieces_s))
         return replace(found, taken_s=launch_s, taken_per_byte_s=(taken_s - number * launch_s) / max(1, all_bytes))
 
+    def learn_all_reduces(self, plan: MergePlan, seen: Seen) -> None:
+        """Take over what messages took that were all-reduced."""
+        for taken_s in seen.messages.message_s if seen.messages else ():
+            for size, seconds in zip(self.gradients.sizes_of(plan.groups), taken_s, strict=True):
+                self.all_reduces_s.setdefault(size, []).append(seconds)
+
+    @property
+    def all_reduce_cost(self) -> PiecewiseCost:
+        """What an all-reduce costs: learnt over a reduce-scatter and a gather together, where any was observed."""
+        both = sharded_of(self.cost, self.gather_cost).all_reduce
+        assert isinstance(both, PiecewiseCost)  # noqa: S101 - of curves
+        learnt = learn_cost(self.all_reduces_s, self.workers, both)
+        return replace(learnt, taken_s=both.taken_s, taken_per_byte_s=both.taken_per_byte_s)
+
     @property
     def halves(self) -> ShardedCost:
-        """What messages and gathers cost, and an all-reduce: the two together."""
-        return sharded_of(self.cost, self.gather_cost)
+        """The three."""
+        return ShardedCost(self.all_reduce_cost, self.cost, self.gather_cost)
 
 
 def learn_trace(steps: AgreedSteps, gradients: Gradients, source: Mapping[str, Any] | None = None) -> ModelTrace:

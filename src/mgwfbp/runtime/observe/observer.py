@@ -165,17 +165,17 @@ class Observer:
         messages: bool = False,
         gathers: bool = False,
         alone: bool = False,
-        reduced: bool = False,
+        all_reduces: bool = False,
     ) -> None:
         """Say what is noted of the next steps besides their length: when gradients are ready, what messages take.
 
         And of a model with a sharded optimizer what gathers take that are begun from now on; or, with ``alone``, what
-        the forward pass takes when it begins after them; or, with ``reduced``, what a step takes that begins so and
-        all-reduces its messages.
+        the forward pass takes when it begins after them. With ``all_reduces`` steps begin so, too, and all-reduce their
+        messages.
         """
         self._notes_messages = messages
         on_gather = weakly(self._gather_has_begun) if gathers else None
-        self._reducer.observe_gathers(on_gather, waits_first=alone or reduced, all_reduces=reduced)
+        self._reducer.observe_gathers(on_gather, waits_first=alone or all_reduces, all_reduces=all_reduces)
         if gradients and self._hooks is None:
             self._hooks = GradientHooks(self._reducer.parameters, weakly(self._gradient_is_ready))
         elif not gradients and self._hooks is not None:

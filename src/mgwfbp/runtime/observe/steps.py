@@ -15,7 +15,7 @@ from mgwfbp.runtime.observe.observer import ObservedMessage, ObservedStep
 __all__ = ["AgreedSteps", "Gradients", "Note", "PackedSteps", "Seen", "sends"]
 
 # What is noted of a step: each in steps of its own, since each disturbs the others.
-Note = Literal["settle", "plain", "gradients", "messages", "gathers", "alone", "reduced"]
+Note = Literal["settle", "plain", "gradients", "messages", "gathers", "alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,4 +175,3 @@ class Seen:
     messages: AgreedSteps | None = None
     gathers: AgreedSteps | None = None
     alone: AgreedSteps | None = None  # the forward pass, without gathers beside it
-    reduced: AgreedSteps | None = None  # the same, and all messages all-reduced: as with a plain optimizer

@@ -214,20 +214,23 @@ def _all_reduced(
     kept: Candidate, among_gathers: Comparison, known: Learner, allowed: Allowed, fitting: Allowed, limits: Limits
 ) -> Generator[Turn, Seen, Gathering]:
     """Find what steps take with all messages all-reduced, those of the plan and those planned so, and say what is."""
+    seen = yield Turn(kept.plan, OBSERVE_MESSAGES, "observing messages that are all-reduced", all_reduces=True)
+    known.learn_all_reduces(kept.plan, seen)
     trace, cost = known.whole_trace, known.halves
     planned = fitting(find_plan(trace, cost.all_reduce)).groups
     plans = {groups: replace(kept.plan, groups=groups, predicted={}) for groups in (kept.plan.groups, planned)}
     names = ("all-reduced", "all-reduced, planned so")
     rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
-    kinds: tuple[Note, ...] = ("plain", "reduced", "reduced")
-    found, comparison = yield from compare([kept, *rivals], _part_of(limits, ADVICE), regresses=False, kinds=kinds)
+    found, comparison = yield from compare(
+        [kept, *rivals], _part_of(limits, ADVICE), regresses=False, all_reduced=(1, 2)
+    )
     all_reduced_s = min(one.step_s for one in found if one.name in names)
     per_group = allowed(plan_sharded(trace, cost))
     per_group_s = predict(trace, cost, per_group).iteration_s
     is_mixed = 0 < sum(per_group.sharded) < per_group.num_groups  # else it is a plain optimizer's, or as this one
     is_worth = is_mixed and per_group_s < (1 - NEW_OPTIMIZER) * kept.predicted_s
     said = replace(per_group, predicted={"iteration_s": per_group_s}) if is_worth else None
-    return Gathering(among_gathers, known.gather_cost, comparison, all_reduced_s, said)
+    return Gathering(among_gathers, known.gather_cost, comparison, all_reduced_s, known.all_reduce_cost, said)
 
 
 def _part_of(limits: Limits, part: float) -> Limits:

@@ -23,7 +23,7 @@ gathers run beside the forward pass, and nothing is taken out.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
@@ -67,6 +67,7 @@ class Turn:
     plan: MergePlan
     notes: tuple[Note, ...]
     doing: str  # in words
+    all_reduces: bool = False  # with a sharded optimizer: as a plain one would
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,11 @@ def compare(
     tolerance: float = PRECISION,
     *,
     regresses: bool = True,
-    kinds: Sequence[Note] = (),
+    all_reduced: Container[int] = (),
 ) -> Generator[Turn, Seen, tuple[list[Candidate], Comparison]]:
     """Run plans in turns until the fastest is known; the first is kept unless another is faster beyond doubt.
 
-    Steps are plain ones, unless ``kinds`` says for each plan what they are.
+    ``all_reduced`` are the places of plans whose turns are so, see `Turn`.
 
     Of plans that are slower than the fastest by no more than ``tolerance`` the one is kept that has the fewest
     ``low_bytes``, bytes in low precision; and one with fewer than the plan in force replaces it where it is not slower
@@ -107,10 +108,10 @@ def compare(
         notes = GLANCE if race.turns < GLANCES else LONGER
         seen: dict[int, AgreedSteps] = {}
         for place in left if race.turns % 2 == 0 else reversed(left):
-            kind: Note = kinds[place] if kinds else "plain"
-            asked = tuple(kind if note == "plain" else note for note in notes)
-            result = yield Turn(candidates[place].plan, asked, f"comparing {len(left)} plans, turn {race.turns + 1}")
-            seen[place] = getattr(result, kind)
+            doing, is_reduced = f"comparing {len(left)} plans, turn {race.turns + 1}", place in all_reduced
+            result = yield Turn(candidates[place].plan, notes, doing, all_reduces=is_reduced)
+            assert result.plain is not None  # noqa: S101 - plain steps were asked for
+            seen[place] = result.plain
             learn(candidates[place].plan, result)
             spent += len(notes)
         race.add(seen)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -185,6 +185,7 @@ class _Order:
     gathered: list[int]  # and of each gather, where there are any
     notes: tuple[Note, ...] = ()
     doing: str = ""
+    all_reduces: bool = False
     verdict: Verdict | None = None  # where it is over, and this is the plan that was chosen
 
 
@@ -281,7 +282,8 @@ def _next_order(subject: _Subject, leader: _Leader | None, reduced: Mapping[str,
 def _observe(subject: _Subject, order: _Order) -> Generator[None, None, dict[str, PackedSteps]]:
     """Observe the steps that are asked for; return what all ranks saw."""
     for note in order.notes:
-        subject.observer.note(**{what: note == what for what in get_args(Note) if what not in ("settle", "plain")})
+        noted = {what: note == what for what in ("gradients", "messages", "gathers", "alone")}
+        subject.observer.note(**noted, all_reduces=order.all_reduces)
         yield
     packed = _together(lambda: _pack(subject, order), subject.group)
     return {note: some.reduced(subject.group) for note, some in packed.items()}
@@ -305,7 +307,8 @@ def _ask(leader: _Leader, reduced: Mapping[str, PackedSteps] | None, world: int)
             turn = next(leader)
         else:
             turn = leader.send(Seen(**{note: packed.unpacked(world) for note, packed in reduced.items()}))
-        return json.dumps({**_write_plan(turn.plan), "notes": turn.notes, "doing": turn.doing})
+        said = {"notes": turn.notes, "doing": turn.doing, "all_reduces": turn.all_reduces}
+        return json.dumps({**_write_plan(turn.plan), **said})
     except StopIteration as end:
         verdict = end.value
     except Exception as error:  # of a planner, say: tuning ends, training does not
@@ -347,7 +350,8 @@ def _write_gathering(found: Gathering) -> dict[str, Any]:
 def _read_gathering(said: Mapping[str, Any]) -> Gathering:
     per_group = None if said["per_group"] is None else MergePlan.from_json(said["per_group"])
     comparison, all_reduced = (Comparison(**said[what]) for what in ("comparison", "all_reduced"))
-    return Gathering(comparison, PiecewiseCost.from_json(said["cost"]), all_reduced, said["all_reduced_s"], per_group)
+    cost, all_reduce_cost = (PiecewiseCost.from_json(said[what]) for what in ("cost", "all_reduce_cost"))
+    return Gathering(comparison, cost, all_reduced, said["all_reduced_s"], all_reduce_cost, per_group)
 
 
 def _read(text: str, subject: _Subject) -> _Order:
@@ -360,9 +364,10 @@ def _read(text: str, subject: _Subject) -> _Order:
     check_wire(plan.wire, subject.wire)
     check_kinds(plan, subject.kinds)
     buckets = subject.reducer.buckets_of(plan.groups)
-    notes, doing = tuple(said.get("notes", ())), said.get("doing", "")
-    gathered = gradients.sizes_of(plan.gathers)
-    return _Order(plan, buckets, gradients.sizes_of(plan.groups), gathered, notes, doing, verdict)
+    sizes, gathered = gradients.sizes_of(plan.groups), gradients.sizes_of(plan.gathers)
+    if verdict is not None:
+        return _Order(plan, buckets, sizes, gathered, verdict=verdict)
+    return _Order(plan, buckets, sizes, gathered, tuple(said["notes"]), said["doing"], said["all_reduces"])
 
 
 def _read_verdict(said: Mapping[str, Any], model: str) -> Verdict:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mgwfbp.cost import PiecewiseCost, taken_by
-from mgwfbp.costs import ShardedCost, WireCost, sharded_of
+from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.fitting import padding_words
 from mgwfbp.plan import MergePlan
 from mgwfbp.trace import ModelTrace
@@ -92,6 +92,7 @@ class Gathering:
     # plain optimizer's take, but for its update and for copying averages back into gradients that are no views.
     all_reduced: Comparison
     all_reduced_s: float  # such a step, measured
+    all_reduce_cost: PiecewiseCost  # as learnt from their messages
     # All-reduces some messages, with a step that is predicted to be shorter by more than 1 %, if there is such a plan:
     # for a new optimizer's ``plan=``.
     per_group: MergePlan | None = None
@@ -103,6 +104,7 @@ class Gathering:
             "cost": self.cost.to_json(),
             "all_reduced": self.all_reduced.to_json(),
             "all_reduced_s": self.all_reduced_s,
+            "all_reduce_cost": self.all_reduce_cost.to_json(),
             "per_group": None if self.per_group is None else self.per_group.to_json(),
         }
 
@@ -134,7 +136,7 @@ class Tuning:
         if self.cost is None or (self.low_cost is None and self.gathering is None):
             return self.cost
         if self.gathering is not None:
-            return sharded_of(self.cost, self.gathering.cost)
+            return ShardedCost(self.gathering.all_reduce_cost, self.cost, self.gathering.cost)
         assert self.low_cost is not None  # noqa: S101 - one of the two is there
         return WireCost(self.cost, self.low_cost)
 
