@@ -13,12 +13,13 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch import Tensor, optim
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
-from tests.runtime.models import Mlp, make_plan
+from tests.runtime.models import Mlp, Shared, make_plan
 from tests.runtime.shard_ways import OPTIMIZERS, STEPS, Channels, Way, difference, error_of, params_of, sums, train
 
 
@@ -242,6 +243,51 @@ def differing(expected: dict[int, Any], found: dict[int, Any]) -> list[tuple[int
     ]
 
 
+class Contiguous(Channels):
+    """The same whose weights lie in memory as torch makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv.to(memory_format=torch.contiguous_format)
+
+
+class Uses(Shared):
+    """Uses what the model that it is like leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.unused(x).sum()  # type: ignore[no-any-return]
+
+
+def load_otherwise() -> dict[str, Any]:
+    """Save rows of one model and load them into one that lies otherwise in memory, or has used other parameters."""
+    if not hasattr(torch.distributed.tensor, "DTensor"):
+        return {}
+    channels = [Way(optim.AdamW, {"lr": 0.01}, model=model) for model in (Channels, Contiguous)]
+    damped = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    cases = {"to contiguous": channels, "from contiguous": channels[::-1]}
+    for kind, options in ((optim.NAdam, {}), (optim.SGD, damped)):
+        some = Way(kind, options, model=partial(Shared, unused=True), ddp={"find_unused_parameters": True})
+        cases[kind.__name__] = [some, replace(some, model=Uses)]
+    found: dict[str, Any] = {}
+    for name, ways in cases.items():
+        (_, _, (_, saved)), (_, _, (_, optimizer)) = (train(way, sharded=True, steps=4) for way in ways)
+        folder = str(Path(sys.argv[1]) / f"otherwise {name}")
+        state_dict_saver.save({"optimizer": saved.sharded_state_dict()}, checkpoint_id=folder)
+        target = {"optimizer": optimizer.sharded_state_dict(to_load=True)}
+        state_dict_loader.load(target, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+        optimizer.load_sharded_state_dict(target["optimizer"])
+        expected, got = (one.state_dict()["state"] for one in (saved, optimizer))
+        found[name] = [sorted(got), differing(expected, got)] == [sorted(expected), []]
+    kept = copy.deepcopy(target["optimizer"])
+    kept["state"]["head.weight"]["layout"] = ((6, 3), (3, 1))
+    found["another shape"] = error_of(lambda: optimizer.load_sharded_state_dict(kept))
+    found["then"] = alike(optimizer.state_dict()["state"], got)
+    return found
+
+
 def load_checkpoint(name: str, folder: Path) -> dict[str, Any]:
     """Make a new model and optimizer, which shards all, go on from what was saved."""
     way = CHECKPOINTED[name]
@@ -276,4 +322,4 @@ def resumed() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (states, scheduled, misfit, by_torchs_functions, hooked, named, checkpointed, resumed)
+SCENARIOS = (states, scheduled, misfit, by_torchs_functions, hooked, named, checkpointed, load_otherwise, resumed)

@@ -19,7 +19,7 @@ RANKS = "tests.runtime.shard_ranks"
 
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
 READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned"]
-KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed"]
+KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed", "load_otherwise"]
 ODD = ["refused", "loud", "odd", "again", "ended", "skipped"]
 
 
@@ -237,6 +237,15 @@ def test_checkpoints_hold_each_ranks_rows_and_a_new_optimizer_goes_on_from_them(
     numbers = {name: [rank["checkpointed"][name]["rows"] for rank in two] for name in ("momentum", "AdamW")}
     assert sum(numbers["AdamW"]) == 2 * sum(numbers["momentum"])  # each number of each parameter once on some rank
     assert max(numbers["AdamW"]) < 0.6 * sum(numbers["AdamW"])
+
+
+def test_rows_are_loaded_by_the_layout_they_were_cut_by_and_what_a_file_lacks_has_no_state(two: list[Any]) -> None:
+    if not two[0]["load_otherwise"]:
+        pytest.skip("this torch has no public DTensor, which checkpoints of rows need")
+    for found in (dict(rank["load_otherwise"]) for rank in two):
+        assert "the state of head.weight is of shape [6, 3], and the parameter of [3, 6]" in found.pop("another shape")
+        assert found == dict.fromkeys(found, True)
+        assert len(found) == 5
 
 
 def test_another_number_of_ranks_goes_on_with_a_state(four: list[Any]) -> None:
