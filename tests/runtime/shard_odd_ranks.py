@@ -35,6 +35,7 @@ def refused() -> dict[str, Any]:
     hooked = model()
     hooked.register_comm_hook(None, lambda _, bucket: bucket.buffer())
     some = model()
+    odd: Any = 3
     skips: Any = model()
     skips.skip_all_reduce_unused_params = True  # an argument of newer torchs
     wide = nn.Linear(4, 4)
@@ -54,6 +55,17 @@ def refused() -> dict[str, Any]:
         "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
         "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
         "strides": lambda: ShardedOptimizer(model(wide), optim.SGD, lr=0.1),
+        "a set": lambda: ShardedOptimizer(some, optim.SGD, [{"params": set(some.module.parameters())}], lr=0.1),
+        "no rate": lambda: ShardedOptimizer(some, optim.SGD, lr=-1.0 if rank == 1 else 0.1),
+        "an odd list": lambda: ShardedOptimizer(some, optim.SGD, None if rank == 0 else [odd], lr=0.1),
+        "another rate": lambda: ShardedOptimizer(some, optim.SGD, lr=0.1 * (rank + 1)),
+        "another class": lambda: ShardedOptimizer(some, optim.AdamW if rank else optim.Adam),
+        "another order": lambda: ShardedOptimizer(
+            some, optim.SGD, list(some.module.parameters())[:: -1 if rank else 1], lr=0.1
+        ),
+        "other groups": lambda: ShardedOptimizer(
+            some, optim.SGD, [{"params": one} for one in some.module.parameters()] if rank else None, lr=0.1
+        ),
     }
     return {name: error_of(case) for name, case in cases.items()}
 

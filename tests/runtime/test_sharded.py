@@ -268,6 +268,13 @@ def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
         "skips": "rank 0: messages without a used gradient are skipped (skip_all_reduce_unused_params)",
         "sparse": "rank 0: gradients are sparse",
         "strides": "rank 0: the parameter weight has strides (8, 1), expected one that fills its memory",
+        "a set": "rank 0: parameters are given as a set, which has another order on every rank: give a list",
+        "no rate": "rank 1: ValueError: Invalid learning rate: -1.0",
+        "an odd list": "rank 1: a parameter is 3, expected a tensor",
+        "another rate": "lr of group 0 is 0.1 on rank 0 and 0.2 on rank 1: give all ranks the same optimizer",
+        "another class": "the optimizer is Adam on rank 0 and AdamW on rank 1",
+        "another order": "parameter 0 of group 0 is layers.0.weight on rank 0 and head.bias on rank 1",
+        "other groups": "the number of groups is 1 on rank 0 and 10 on rank 1",
     }
     for found in (rank["refused"] for rank in two):
         assert found.keys() == expected.keys()

@@ -4,22 +4,22 @@ import logging
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from itertools import chain
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
 from mgwfbp.errors import ShardError
-from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
+from mgwfbp.measure.agreement import agree_on_plan, differing_field, on_device, try_together
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.messages.gloo import group_timeout
 from mgwfbp.runtime.reducer.kinds import read_plan
-from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
+from mgwfbp.runtime.reducer.parameters import Buckets, Parameters, uncompiled
 from mgwfbp.runtime.rows.rows import Owned
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.rows.spread import SpreadGradient
@@ -34,6 +34,7 @@ _log = logging.getLogger("mgwfbp")
 # Where parameters are gathered, by the group of their gradients; see `_gather_group`.
 _GATHER_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
+T = TypeVar("T")
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -57,13 +58,13 @@ class ShardedOptimizer(optim.Optimizer):
     Args:
         model: one of ours, of whose parameters no other sharded optimizer has any (any more).
         optimizer_class: one of `torch.optim` that updates every number by itself.
-        params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
-            model where it is not given.
+        params: all parameters that the model averages gradients of, or groups of them as torch takes them, in the same
+            order on all ranks; those of the model where it is not given.
         plan: a `MergePlan` with gathers or the path of one (``mgwfbp plan --engine sharded``): which gradients, and
             which parameters, travel together. Messages whose parameters it does not gather are all-reduced, and every
             rank updates all of these parameters and has all of their state. Without a plan gradients travel in the
             model's buckets and parameters in the same groups, and the model's tuner finds better ones for both.
-        **defaults: what the class takes.
+        **defaults: what the class takes, the same on all ranks.
 
     Raises:
         ShardError: on every rank, where that cannot be; it says why.
@@ -80,13 +81,8 @@ class ShardedOptimizer(optim.Optimizer):
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise ShardError(f"the model is a {type(model).__name__}, expected mgwfbp.DistributedDataParallel")
-        groups = _groups(model.module.parameters() if params is None else params)
-        problem = problem_of_sharding(model, optimizer_class, groups)
-        with on_device(model.device):
-            failed = first_problem(problem, model.process_group)
-        if failed is not None:
-            raise ShardError(f"rank {failed[0]}: {failed[1]}")
         self._model = model
+        groups = self._together(lambda: _checked_groups(model, optimizer_class, params))
         own = self._own = Parameters(model)
         given = self._agree_on(plan)
         rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
@@ -96,10 +92,11 @@ class ShardedOptimizer(optim.Optimizer):
             for name, one in zip(own.names, own.parameters, strict=True)
         ]
         self._owned = {id(one.parameter): one for one in owned}
-        rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
-        self._inner = optimizer_class(rows, **defaults)
-        super().__init__(groups, self._inner.defaults)
-        self._pull()
+        self._together(lambda: self._make(optimizer_class, groups, defaults))
+        with on_device(model.device):
+            differing = differing_field(self._as_said(), model.process_group)
+        if differing:
+            raise ShardError(f"{differing}: give all ranks the same optimizer, and parameters in one order")
         numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
         numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
@@ -115,6 +112,39 @@ class ShardedOptimizer(optim.Optimizer):
                 early,
             )
         self._is_made = True
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do what needs no other rank; where it fails on one, raise that on all."""
+        with on_device(self._model.device):
+            result, failed, caught = try_together(work, self._model.process_group)
+        if failed is not None:
+            raise ShardError(f"rank {failed[0]}: {failed[1]}") from caught
+        return result
+
+    def _make(
+        self, optimizer_class: type[optim.Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
+    ) -> None:
+        """Make the optimizer of the rows, and this one of whole parameters with the same options."""
+        rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
+        self._inner = optimizer_class(rows, **defaults)
+        super().__init__(groups, self._inner.defaults)
+        self._pull()
+
+    def _as_said(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, as messages say it."""
+        names = {id(one): uncompiled(name) for name, one in self._model.module.named_parameters()}
+        said: dict[str, Any] = {
+            "the optimizer": type(self._inner).__name__,
+            "the number of groups": len(self.param_groups),
+        }
+        for number, group in enumerate(self.param_groups):
+            said[f"the number of parameters of group {number}"] = len(group["params"])
+            for place, one in enumerate(group["params"]):
+                said[f"parameter {place} of group {number}"] = names.get(id(one), "none of the model's")
+            for key in self._inner.defaults:
+                value = group[key]
+                said[f"{key} of group {number}"] = repr(value.tolist() if isinstance(value, Tensor) else value)
+        return said
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
         """Return the plan that all ranks have, if any."""
@@ -282,19 +312,38 @@ class ShardedOptimizer(optim.Optimizer):
         raise ShardError("a sharded optimizer cannot be copied or pickled: keep its state_dict()")
 
 
+def _checked_groups(
+    model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], params: Params | None
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters.
+
+    Raises:
+        ShardError: where the model cannot have such an optimizer of these.
+    """
+    groups = _groups(model.module.parameters() if params is None else params)
+    if problem := problem_of_sharding(model, optimizer_class, groups):
+        raise ShardError(problem)
+    return groups
+
+
 def _groups(params: Params) -> list[dict[str, Any]]:
-    listed = list(params)
+    listed = _listed(params)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
     found = []
     for group in listed:
-        assert isinstance(group, dict)  # noqa: S101 - torch's optimizers say what is wrong with others
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        given = [group["params"]] if isinstance(group["params"], Tensor) else _listed(group["params"])
         if given and all(isinstance(one, tuple) for one in given):  # with names, as torch takes them since 2.6
             group = {**group, "param_names": [name for name, _ in given]}
             given = [parameter for _, parameter in given]
         found.append({**group, "params": given})
     return found
+
+
+def _listed(params: Iterable[Any]) -> list[Any]:
+    if isinstance(params, Set):
+        raise ShardError("parameters are given as a set, which has another order on every rank: give a list")
+    return list(params)
 
 
 def _gather_group(model: DistributedDataParallel) -> Any:

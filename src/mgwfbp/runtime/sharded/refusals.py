@@ -81,9 +81,11 @@ def _cannot_shard(model: DistributedDataParallel) -> str:
 
 
 def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> str:
-    given = {id(one) for group in groups for one in group["params"]}
-    names = dict(zip(map(id, own.parameters), own.names, strict=True))
-    if strangers := [one for group in groups for one in group["params"] if id(one) not in names and one.requires_grad]:
+    listed = [one for group in groups for one in group["params"]]
+    given, names = set(map(id, listed)), dict(zip(map(id, own.parameters), own.names, strict=True))
+    if odd := [one for one in listed if not isinstance(one, Tensor)]:
+        return f"a parameter is {quote(odd[0])}, expected a tensor"
+    if strangers := [one for one in listed if id(one) not in names and one.requires_grad]:
         return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
     if absent := [name for place, name in names.items() if place not in given]:
         return f"the parameter {absent[0]} is trained by the model and was not given: give all of them"
