@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
 from tests.runtime.models import Mlp, Sparse, make_plan
-from tests.runtime.shard_ways import OPTIMIZERS, Recurrent, beside_torchs, difference, error_of, gathering, sums
+from tests.runtime.shard_ways import OPTIMIZERS, Empty, Recurrent, beside_torchs, difference, error_of, gathering, sums
 
 
 def refused() -> dict[str, Any]:
@@ -38,6 +38,8 @@ def refused() -> dict[str, Any]:
     odd: Any = 3
     skips: Any = model()
     skips.skip_all_reduce_unused_params = True  # an argument of newer torchs
+    thawed = model(Empty())
+    thawed.module.requires_grad_(True)
     wide = nn.Linear(4, 4)
     wide.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
     cases = {
@@ -55,6 +57,7 @@ def refused() -> dict[str, Any]:
         "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
         "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
         "strides": lambda: ShardedOptimizer(model(wide), optim.SGD, lr=0.1),
+        "thawed": lambda: ShardedOptimizer(thawed, optim.SGD, lr=0.1),
         "a set": lambda: ShardedOptimizer(some, optim.SGD, [{"params": set(some.module.parameters())}], lr=0.1),
         "no rate": lambda: ShardedOptimizer(some, optim.SGD, lr=-1.0 if rank == 1 else 0.1),
         "an odd list": lambda: ShardedOptimizer(some, optim.SGD, None if rank == 0 else [odd], lr=0.1),
@@ -238,4 +241,19 @@ def loud() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (refused, odd, ended, again, skipped, loud)
+def thawed() -> dict[str, Any]:
+    """A parameter that was frozen when the model was wrapped, and is trained later."""
+    model = DistributedDataParallel(Empty(), tune=False)
+    optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
+    frozen: Any = model.module.layers
+    found: dict[str, Any] = {}
+    for is_thawed in (False, True):
+        frozen[1].requires_grad_(is_thawed)
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        found[f"clipping {is_thawed}"] = error_of(lambda: optimizer.clip_grad_norm_(1.0))
+        found[f"step {is_thawed}"] = error_of(optimizer.step)
+    return found
+
+
+SCENARIOS = (refused, odd, ended, again, skipped, loud, thawed)

@@ -20,7 +20,7 @@ RANKS = "tests.runtime.shard_ranks"
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
 READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned"]
 KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed", "load_otherwise"]
-ODD = ["refused", "loud", "odd", "again", "ended", "skipped"]
+ODD = ["refused", "loud", "odd", "again", "ended", "skipped", "thawed"]
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +268,7 @@ def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
         "skips": "rank 0: messages without a used gradient are skipped (skip_all_reduce_unused_params)",
         "sparse": "rank 0: gradients are sparse",
         "strides": "rank 0: the parameter weight has strides (8, 1), expected one that fills its memory",
+        "thawed": "rank 0: a parameter of shape [7, 10] is not one that the model averages gradients of",
         "a set": "rank 0: parameters are given as a set, which has another order on every rank: give a list",
         "no rate": "rank 1: ValueError: Invalid learning rate: -1.0",
         "an odd list": "rank 1: a parameter is 3, expected a tensor",
@@ -305,6 +306,15 @@ def test_a_model_may_have_another_optimizer_once_the_first_is_gone(two: list[Any
     for found in (rank["again"] for rank in two):
         assert "has a sharded optimizer already" in found["both"]
         assert (found["shared"], found["after"]) == (True, 0.0)
+
+
+def test_a_parameter_that_was_frozen_when_the_model_was_wrapped_is_not_trained_on_one_ranks_gradient(
+    two: list[Any],
+) -> None:
+    for found in (rank["thawed"] for rank in two):
+        for name in ("clipping", "step"):
+            assert found[f"{name} False"] == ""
+            assert "was frozen when the model was wrapped and is not any more" in found[f"{name} True"]
 
 
 def test_forgetting_gradients_waits_for_no_parameter(two: list[Any]) -> None:

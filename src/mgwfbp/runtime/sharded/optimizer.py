@@ -83,7 +83,7 @@ class ShardedOptimizer(optim.Optimizer):
             raise ShardError(f"the model is a {type(model).__name__}, expected mgwfbp.DistributedDataParallel")
         self._model = model
         groups = self._together(lambda: _checked_groups(model, optimizer_class, params))
-        own = self._own = Parameters(model)
+        own = self._own = model._handle or Parameters(model)
         given = self._agree_on(plan)
         rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
         shared = set() if given is None else set(given.layer_names).difference(*given.gathers)
@@ -97,6 +97,7 @@ class ShardedOptimizer(optim.Optimizer):
             differing = differing_field(self._as_said(), model.process_group)
         if differing:
             raise ShardError(f"{differing}: give all ranks the same optimizer, and parameters in one order")
+        self._frozen = [one for group in groups for one in group["params"] if id(one) not in self._owned]
         numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
         numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
@@ -202,6 +203,7 @@ class ShardedOptimizer(optim.Optimizer):
         Args:
             closure: computes the loss anew, as with torch's optimizers.
         """
+        self._refuse_thawed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -217,6 +219,14 @@ class ShardedOptimizer(optim.Optimizer):
         self._pull()
         self._shards.gather(self._groups_to_gather)
         return loss
+
+    def _refuse_thawed(self) -> None:
+        for one in self._frozen:
+            if one.requires_grad:
+                raise ShardError(
+                    f"a parameter of shape {list(one.shape)} was frozen when the model was wrapped and is not any "
+                    "more, so that nobody averages its gradient: wrap the model again, and make a new optimizer"
+                )
 
     def _is_to_make_state(self) -> bool:
         """Say whether nothing but state is asked for, as `torch.distributed.checkpoint.state_dict` does.
@@ -250,6 +260,7 @@ class ShardedOptimizer(optim.Optimizer):
         Returns:
             The norm before.
         """
+        self._refuse_thawed()
         self._shards.take_gradients()
         owned, group = list(self._owned.values()), self._model.process_group
         return clip_rows(owned, group, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)

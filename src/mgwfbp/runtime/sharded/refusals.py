@@ -60,7 +60,7 @@ def problem_of_sharding(
     if optimizer_class not in ELEMENTWISE:
         reason = NOT_ELEMENTWISE.get(name, "is not known to update every number by itself")
         return f"{name} {reason}, and a rank has only rows of parameters: expected one of {_names()}"
-    return _cannot_shard(model) or _problem_with_parameters(Parameters(model), groups)
+    return _cannot_shard(model) or _problem_with_parameters(model._handle or Parameters(model), groups)
 
 
 def _cannot_shard(model: DistributedDataParallel) -> str:
