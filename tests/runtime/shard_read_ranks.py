@@ -46,6 +46,11 @@ def read_everything(model: Any, optimizer: Any, step: int) -> Any:
         lambda: sums(nn.utils.parameters_to_vector(module.parameters()).unbind()),
         lambda: sums([torch.func.functional_call(module.eval(), dict(module.named_parameters()), (x,))]),
         lambda: sums(value for value in optimizer.state_dict()["state"][0].values() if isinstance(value, Tensor)),
+        lambda: sums(one for group in optimizer.param_groups for one in group["params"]),
+        lambda: sums([] + optimizer.param_groups[0]["params"]),
+        lambda: sums([optimizer.param_groups[0]["params"][-1], *reversed(optimizer.param_groups[0]["params"])]),
+        lambda: sums(copy.deepcopy(optimizer.param_groups[0])["params"] + optimizer.param_groups[0]["params"].copy()),
+        lambda: sums(optimizer.state),
         lambda: None,
     ]
     seen = readers[step % len(readers)]()

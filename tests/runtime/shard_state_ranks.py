@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
 from tests.runtime.models import Mlp, Shared, make_plan
-from tests.runtime.shard_ways import OPTIMIZERS, STEPS, Channels, Way, difference, error_of, params_of, sums, train
+from tests.runtime.shard_ways import (
+    OPTIMIZERS,
+    STEPS,
+    Channels,
+    Way,
+    beside_torchs,
+    difference,
+    error_of,
+    params_of,
+    sums,
+    train,
+)
 
 
 def states() -> dict[str, Any]:
@@ -119,6 +131,34 @@ def misfit() -> dict[str, Any]:
     before = copy.deepcopy(ours.state_dict())
     said = [[error_of(partial(one.load_state_dict, state)) for state in (other, fewer)] for one in (ours, plain)]
     return {"ours": said[0], "torch's": said[1], "unchanged": alike(ours.state_dict(), before)}
+
+
+def edited() -> dict[str, Any]:
+    """What people do to an optimizer's state while they train, beside torch's."""
+
+    def edit(model: Any, optimizer: Any, step: int) -> Any:
+        first = optimizer.param_groups[0]["params"][0]
+        if step == 2:
+            optimizer.state.clear()
+        elif step == 4:
+            optimizer.state = defaultdict(dict)
+        elif step == 6:
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+        elif step == 8:
+            del optimizer.state[first]
+        elif step == 10:
+            optimizer.state[first] = {key: value * 2 for key, value in optimizer.state[first].items()}
+        return len(optimizer.state), first in optimizer.state, len(copy.deepcopy(optimizer.state))
+
+    _, _, (_, ours) = train(OPTIMIZERS["AdamW"], sharded=True, steps=2)
+    state = dict(ours.state)
+    return {
+        "difference": beside_torchs(replace(OPTIMIZERS["AdamW"], between=edit), steps=14),
+        "set": error_of(lambda: setattr(ours, "state", state)),
+        "repr": repr(ours.state) == repr(state),
+        "got": [ours.state.get(torch.zeros(1), "none"), 3 in ours.state],
+    }
 
 
 def by_torchs_functions() -> dict[str, Any]:
@@ -322,4 +362,15 @@ def resumed() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (states, scheduled, misfit, by_torchs_functions, hooked, named, checkpointed, load_otherwise, resumed)
+SCENARIOS = (
+    states,
+    scheduled,
+    misfit,
+    by_torchs_functions,
+    hooked,
+    named,
+    checkpointed,
+    load_otherwise,
+    edited,
+    resumed,
+)

@@ -19,7 +19,17 @@ RANKS = "tests.runtime.shard_ranks"
 
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
 READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned"]
-KEPT = ["states", "scheduled", "misfit", "by_torchs_functions", "hooked", "named", "checkpointed", "load_otherwise"]
+KEPT = [
+    "states",
+    "scheduled",
+    "misfit",
+    "by_torchs_functions",
+    "hooked",
+    "named",
+    "checkpointed",
+    "load_otherwise",
+    "edited",
+]
 ODD = ["refused", "loud", "odd", "again", "ended", "skipped", "thawed"]
 
 
@@ -201,6 +211,12 @@ def test_the_state_is_the_plain_optimizers_and_either_goes_on_with_the_others(tw
 def test_a_state_dict_has_what_a_scheduler_has_just_set(two: list[Any]) -> None:
     for found in (rank["scheduled"] for rank in two):
         assert found == {"groups": True, "resumed": 0.0}
+
+
+def test_a_state_that_is_cleared_or_changed_is_so_as_with_torchs_optimizer(two: list[Any]) -> None:
+    for found in (rank["edited"] for rank in two):
+        assert (found["difference"], found["repr"], found["got"]) == (0.0, True, ["none", False])
+        assert "give a whole one to load_state_dict()" in found["set"]
 
 
 def test_a_state_of_other_groups_is_refused_in_torchs_words_and_changes_nothing(two: list[Any]) -> None:

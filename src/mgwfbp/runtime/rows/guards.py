@@ -15,8 +15,9 @@ begins when all gathers have ended. Its graphs check the types of these dicts: a
 called outside of that while parameters travel is not run as the graph it was, but compiled again, which waits, or run
 without a graph.
 
-What can be read too early is a parameter that somebody else holds, a module in a place of its own that it fills later,
-a shallow copy of a module, and what C++ reads (``torch.jit.save``): ``model.synchronize()`` first.
+The lists of parameters in the optimizer's groups wait for all (`Finished` in ``sharded/views.py``). What can be read too
+early is a parameter that somebody else holds, a module in a place of its own that it fills later, a shallow copy of a
+module, and what C++ reads (``torch.jit.save``): ``model.synchronize()`` first.
 """
 
 import copy

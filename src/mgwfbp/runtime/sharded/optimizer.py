@@ -3,8 +3,7 @@
 import logging
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, overload
@@ -26,6 +25,7 @@ from mgwfbp.runtime.rows.spread import SpreadGradient
 from mgwfbp.runtime.sharded.clipping import clip_rows
 from mgwfbp.runtime.sharded.refusals import problem_of_sharding, take_parameters
 from mgwfbp.runtime.sharded.state import RowStates, step_alone
+from mgwfbp.runtime.sharded.views import Finished, States
 
 __all__ = ["ShardedOptimizer"]
 
@@ -50,8 +50,8 @@ class ShardedOptimizer(optim.Optimizer):
 
     After a backward pass that averaged gradients ``parameter.grad`` can only be set to None: no rank has all of it, and
     whatever else uses it fails. Clip with `clip_grad_norm_`. ``no_sync``, autocast, `torch.amp.GradScaler`,
-    learning-rate schedulers and parameter groups work as always. Whoever holds parameters, and reads one between `step`
-    and the forward pass that uses it, calls ``model.synchronize()`` first.
+    learning-rate schedulers and parameter groups work as always. Whoever holds parameters in a list of their own, and
+    reads one between `step` and the forward pass that uses it, calls ``model.synchronize()`` first.
 
     All ranks must make it, and call `step`, `clip_grad_norm_` and `state_dict`.
 
@@ -103,6 +103,8 @@ class ShardedOptimizer(optim.Optimizer):
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
         self._shards = Shards(owned, model.process_group, _gather_group(model))
         model._shard_with(self._shards)
+        for group in self.param_groups:
+            group["params"] = Finished(group["params"], model.synchronize)
         if given is not None:
             model.replan(replace(given, predicted={}))
         take_parameters(self, own.parameters)
@@ -173,14 +175,16 @@ class ShardedOptimizer(optim.Optimizer):
         return parameter if owned is None else owned.row
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
+    def state(self) -> Any:
         """The state of each parameter's row on this rank; empty before the first step."""
-        rows = {id(owned.row): owned.parameter for owned in self._owned.values()}
-        return defaultdict(dict, {rows.get(id(row), row): state for row, state in self._inner.state.items()})
+        return States(self._inner, self._owned, self._model.synchronize)
 
     @state.setter
-    def state(self, state: object) -> None:
-        """Take nothing: the base class sets its own, which stays empty."""
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        """Forget the state: so people reset optimizers, and torch's base class begins."""
+        if state:
+            raise ShardError("a sharded optimizer has rows of a state: give a whole one to load_state_dict()")
+        self._inner.state.clear()
 
     def _push(self) -> None:
         """Tell the optimizer of the rows what was set here: a scheduler sets learning rates."""
@@ -241,9 +245,11 @@ class ShardedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they become None in either case, for no rank has one to set to 0."""
         del set_to_none
-        for group in (*self.param_groups, *self._inner.param_groups):
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in (
+            *self._frozen,
+            *(one for owned in self._owned.values() for one in (owned.parameter, owned.row)),
+        ):
+            parameter.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
