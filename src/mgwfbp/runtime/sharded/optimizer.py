@@ -280,11 +280,13 @@ class ShardedOptimizer(optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's would be: the state of whole parameters. All ranks must call it.
 
-        It can be loaded into the plain optimizer, and into a sharded one with any number of ranks. Hooks that were
-        registered for it are called as torch calls them, on every rank.
+        What was gathered is on the host, and goes to the device where it is loaded: into the plain optimizer, or into a
+        sharded one with any number of ranks. Hooks that were registered for it are called as torch calls them, on every
+        rank.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._shards.finish_all()  # over nccl no two groups send at once
         self._push()
         packed = self._states.whole()
         for after in self._optimizer_state_dict_post_hooks.values():

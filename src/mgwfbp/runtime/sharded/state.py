@@ -34,13 +34,16 @@ class RowStates:
         self._inner, self._defaults, self._owned, self._group = inner, defaults, owned, group
 
     def whole(self) -> dict[str, Any]:
-        """Return the state dict that the plain optimizer would have. All ranks must call it."""
+        """Return the state dict that the plain optimizer would have. All ranks must call it.
+
+        What is gathered goes to the host tensor by tensor: a GPU may have no room for all. Loading moves it back.
+        """
         packed = self._inner.state_dict()
         keys = self._elementwise_keys(self._inner.param_groups)
         for number, owned in self._owned:
             if number in packed["state"]:
                 packed["state"][number] = {
-                    key: owned.whole(value, self._group) if key in keys else value
+                    key: owned.whole(value, self._group).cpu() if key in keys else value
                     for key, value in packed["state"][number].items()
                 }
         return packed
