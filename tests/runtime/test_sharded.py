@@ -18,7 +18,7 @@ RANKS = "tests.runtime.shard_ranks"
 
 
 TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
-READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned"]
+READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned", "aliased"]
 KEPT = [
     "states",
     "scheduled",
@@ -128,6 +128,11 @@ def test_scripted_and_traced_models_and_cuda_graphs_wait_for_all_parameters_outs
 def test_who_waits_for_several_gathers_takes_them_in_the_order_in_which_they_travel(two: list[Any]) -> None:
     for found in two:
         assert found["ordered"] == {"listed": [0, 1, 2, 3], "all": [0, 1, 2, 3]}
+
+
+def test_a_module_that_is_given_the_parameter_of_another_later_waits_for_it_too(two: list[Any]) -> None:
+    for found in two:
+        assert found["aliased"] == {"tie": 0.0, "tie_a_new_one": 0.0, "put_back": 0.0}
 
 
 def test_a_module_that_keeps_the_parameters_of_others_is_named_since_less_hides_behind_it(two: list[Any]) -> None:
