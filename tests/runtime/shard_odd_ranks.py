@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch import Tensor, nn, optim
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
@@ -241,6 +242,49 @@ def loud() -> dict[str, Any]:
     return found
 
 
+class Raises(torch.autograd.Function):
+    """Hands x on; a backward pass through it raises when all else has ended but what was queued at its end."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        def fail() -> None:
+            raise ValueError("a callback of the user's")
+
+        # The Reducer queues its end when it has sent its last message, and what is queued then comes after.
+        Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(fail))
+        return grads[0]
+
+
+def raised() -> dict[str, Any]:
+    """Backward passes that raise after gradients were averaged, and what the steps after them do, beside torch's."""
+
+    def run(*, sharded: bool, goes_on: str) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(3)
+        module = Mlp()
+        model: Any = DistributedDataParallel(module, tune=False) if sharded else StockDdp(module)
+        optimizer: Any = (
+            ShardedOptimizer(model, optim.AdamW, lr=0.01) if sharded else optim.AdamW(module.parameters(), lr=0.01)
+        )
+        data, said = torch.Generator().manual_seed(dist.get_rank()), []
+        for step in range(6):
+            loss = model(torch.randn(4, 6, generator=data)).square().mean()
+            said.append(error_of((Raises.apply(loss) if step == 2 else loss).backward))
+            if goes_on == "steps" or not said[-1]:
+                optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach() for one in module.parameters()], said
+
+    found: dict[str, Any] = {}
+    for goes_on in ("steps", "forgets"):
+        (expected, said_there), (got, said_here) = (run(sharded=one, goes_on=goes_on) for one in (False, True))
+        found[goes_on] = [difference(got, expected), said_here == said_there, len(list(filter(None, said_here)))]
+    return found
+
+
 def thawed() -> dict[str, Any]:
     """A parameter that was frozen when the model was wrapped, and is trained later."""
     model = DistributedDataParallel(Empty(), tune=False)
@@ -256,4 +300,4 @@ def thawed() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (refused, odd, ended, again, skipped, loud, thawed)
+SCENARIOS = (refused, odd, ended, again, skipped, loud, thawed, raised)

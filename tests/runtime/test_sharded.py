@@ -30,7 +30,7 @@ KEPT = [
     "load_otherwise",
     "edited",
 ]
-ODD = ["refused", "loud", "odd", "again", "ended", "skipped", "thawed"]
+ODD = ["refused", "loud", "odd", "again", "ended", "skipped", "thawed", "raised"]
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +336,11 @@ def test_a_parameter_that_was_frozen_when_the_model_was_wrapped_is_not_trained_o
         for name in ("clipping", "step"):
             assert found[f"{name} False"] == ""
             assert "was frozen when the model was wrapped and is not any more" in found[f"{name} True"]
+
+
+def test_after_a_backward_pass_that_raised_at_its_end_training_goes_on_as_with_torchs_class(two: list[Any]) -> None:
+    for found in two:
+        assert found["raised"] == {"steps": [0.0, True, 1], "forgets": [0.0, True, 1]}
 
 
 def test_forgetting_gradients_waits_for_no_parameter(two: list[Any]) -> None:
