@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import time
 import weakref
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
-from tests.runtime.models import Mlp, Sparse, make_plan
+from tests.runtime.models import Mlp, Shared, Sparse, make_plan
 from tests.runtime.shard_ways import OPTIMIZERS, Empty, Recurrent, beside_torchs, difference, error_of, gathering, sums
 
 
@@ -58,6 +59,9 @@ def refused() -> dict[str, Any]:
         "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
         "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
         "strides": lambda: ShardedOptimizer(model(wide), optim.SGD, lr=0.1),
+        "elsewhere": lambda: ShardedOptimizer(
+            model(nn.Linear(3, 3, device="meta"), tune=False, init_sync=False), optim.SGD, lr=0.1
+        ),
         "thawed": lambda: ShardedOptimizer(thawed, optim.SGD, lr=0.1),
         "a set": lambda: ShardedOptimizer(some, optim.SGD, [{"params": set(some.module.parameters())}], lr=0.1),
         "no rate": lambda: ShardedOptimizer(some, optim.SGD, lr=-1.0 if rank == 1 else 0.1),
@@ -71,6 +75,8 @@ def refused() -> dict[str, Any]:
             some, optim.SGD, [{"params": one} for one in some.module.parameters()] if rank else None, lr=0.1
         ),
     }
+    if "init_sync" not in inspect.signature(StockDdp).parameters:
+        del cases["elsewhere"]  # an older torch wraps no model without a device
     return {name: error_of(case) for name, case in cases.items()}
 
 
@@ -219,6 +225,7 @@ def loud() -> dict[str, Any]:
     model(x).sum().backward()
     optimizer.step()
     found["no zero_grad"] = error_of(lambda: model(x).sum().backward())
+    found["other group"] = error_of(lambda: model._update_process_group(dist.group.WORLD))
     found["join"] = error_of(lambda: model.join().__enter__())
     model.zero_grad()
     found["captured"] = error_when_captured(model, x)
@@ -285,6 +292,25 @@ def raised() -> dict[str, Any]:
     return found
 
 
+def static_later() -> dict[str, Any]:
+    """A graph that is called static once the optimizer is there, of a model with parameters that are never used."""
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(3)
+        module = Shared(unused=True)
+        model: Any = DistributedDataParallel(module, plan=make_plan(module, 4)) if sharded else StockDdp(module)
+        kind: Any = partial(ShardedOptimizer, model, optim.AdamW) if sharded else optim.AdamW
+        optimizer = kind(module.parameters(), lr=0.01)
+        model._set_static_graph()
+        data = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=data)).square().mean().backward()
+            optimizer.step()
+        ends.append([one.detach() for one in module.parameters()])
+    return {"difference": difference(ends[1], ends[0])}
+
+
 def thawed() -> dict[str, Any]:
     """A parameter that was frozen when the model was wrapped, and is trained later."""
     model = DistributedDataParallel(Empty(), tune=False)
@@ -300,4 +326,4 @@ def thawed() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (refused, odd, ended, again, skipped, loud, thawed, raised)
+SCENARIOS = (refused, odd, ended, again, skipped, loud, thawed, raised, static_later)

@@ -30,7 +30,7 @@ KEPT = [
     "load_otherwise",
     "edited",
 ]
-ODD = ["refused", "loud", "odd", "again", "ended", "skipped", "thawed", "raised"]
+ODD = ["refused", "loud", "odd", "again", "ended", "skipped", "thawed", "raised", "static_later"]
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +289,7 @@ def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
         "skips": "rank 0: messages without a used gradient are skipped (skip_all_reduce_unused_params)",
         "sparse": "rank 0: gradients are sparse",
         "strides": "rank 0: the parameter weight has strides (8, 1), expected one that fills its memory",
+        "elsewhere": "rank 0: parameters are on a device of type 'meta', expected cpu or cuda: use a plain optimizer",
         "thawed": "rank 0: a parameter of shape [7, 10] is not one that the model averages gradients of",
         "a set": "rank 0: parameters are given as a set, which has another order on every rank: give a list",
         "no rate": "rank 1: ValueError: Invalid learning rate: -1.0",
@@ -299,9 +300,9 @@ def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
         "other groups": "the number of groups is 1 on rank 0 and 10 on rank 1",
     }
     for found in (rank["refused"] for rank in two):
-        assert found.keys() == expected.keys()
-        for name, words in expected.items():
-            assert found[name].startswith(f"ShardError: {words}"), found[name]
+        assert expected.keys() - found.keys() <= {"elsewhere"}
+        for name, said in found.items():
+            assert said.startswith(f"ShardError: {expected[name]}"), said
 
 
 def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list[Any]) -> None:
@@ -310,6 +311,8 @@ def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list
             assert "was averaged and each rank has a row of it" in found[name], name
         assert "a communication hook says how gradients travel" in found["hook"]
         assert "was not averaged by the model's backward pass" in found["not averaged"]
+        assert "all backward passes but the last inside model.no_sync()" in found["no zero_grad"]
+        assert "the process group cannot be changed" in found["other group"]
         assert "join() cannot be with a sharded optimizer" in found["join"]
         assert "make a new one with other groups" in found["add"]
         assert "the model is captured in a CUDA graph" in found["captured"]
@@ -341,6 +344,11 @@ def test_a_parameter_that_was_frozen_when_the_model_was_wrapped_is_not_trained_o
 def test_after_a_backward_pass_that_raised_at_its_end_training_goes_on_as_with_torchs_class(two: list[Any]) -> None:
     for found in two:
         assert found["raised"] == {"steps": [0.0, True, 1], "forgets": [0.0, True, 1]}
+
+
+def test_a_graph_may_be_called_static_after_the_optimizer_was_made(two: list[Any]) -> None:
+    for found in two:
+        assert found["static_later"] == {"difference": 0.0}
 
 
 def test_forgetting_gradients_waits_for_no_parameter(two: list[Any]) -> None:

@@ -99,6 +99,8 @@ def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> s
     devices = {one.device for one in own.parameters}
     if len(devices) > 1:
         return f"parameters are on {len(devices)} devices, expected one"
+    if (kind := next(iter(devices)).type) not in ("cpu", "cuda"):
+        return f"parameters are on a device of type {kind!r}, expected cpu or cuda: use a plain optimizer"
     if any(map(_is_taken, own.parameters)):
         gc.collect()  # an optimizer that nobody needs any more may be held by a scheduler that it holds
     if taken := [name for name, one in zip(own.names, own.parameters, strict=True) if _is_taken(one)]:
