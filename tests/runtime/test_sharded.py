@@ -17,7 +17,18 @@ pytestmark = pytest.mark.timeout(550)  # of processes that may share their cores
 RANKS = "tests.runtime.shard_ranks"
 
 
-TRAINED = ["optimizers", "modes", "tuned", "planned", "plans_in_force", "viewed", "noted", "observed", "copied"]
+TRAINED = [
+    "optimizers",
+    "modes",
+    "clipped",
+    "tuned",
+    "planned",
+    "plans_in_force",
+    "viewed",
+    "noted",
+    "observed",
+    "copied",
+]
 READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned", "aliased"]
 KEPT = [
     "states",
@@ -52,11 +63,15 @@ def four(two: list[Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 4 ranks saw, which also take the state that the 2 wrote."""
     assert two
     folder = tmp_path_factory.mktemp("four")
-    for one in folder_of_two(tmp_path_factory).iterdir():
-        if one.name.startswith("checkpoint"):
-            (shutil.copytree if one.is_dir() else shutil.copy)(one, folder / one.name)
-    shutil.copy(folder_of_two(tmp_path_factory) / "state.pt", folder)
+    copy_states(folder_of_two(tmp_path_factory), folder)
     return run_ranks(RANKS, ["in_single", "in_double", "resumed"], folder, 4)
+
+
+def copy_states(source: Path, folder: Path) -> None:
+    """Copy what ranks have saved to where others, who meet there, will look for it."""
+    for one in source.iterdir():
+        if one.name.startswith("checkpoint") or one.name == "state.pt":
+            (shutil.copytree if one.is_dir() else shutil.copy)(one, folder / one.name)
 
 
 def test_after_30_steps_parameters_are_bitwise_those_of_the_plain_optimizer_at_2_ranks(two: list[Any]) -> None:
@@ -269,10 +284,25 @@ def test_rows_are_loaded_by_the_layout_they_were_cut_by_and_what_a_file_lacks_ha
         assert len(found) == 5
 
 
-def test_another_number_of_ranks_goes_on_with_a_state(four: list[Any]) -> None:
+def test_another_number_of_ranks_goes_on_with_a_state(four: list[Any], tmp_path: Path) -> None:
     for found in (rank["resumed"] for rank in four):
         assert (found["wrong"], found["rows"]) == ([], [])
         assert found["entries"] == 4
+    saved, fewer = tmp_path / "saved by 4", tmp_path / "read by 2"
+    saved.mkdir()
+    fewer.mkdir()
+    run_ranks(RANKS, ["states", "checkpointed"], saved, 4)
+    copy_states(saved, fewer)
+    assert (fewer / "state.pt").exists()
+    for found in (rank["resumed"] for rank in run_ranks(RANKS, ["resumed"], fewer, 2)):
+        assert found == {"wrong": [], "rows": [], "entries": 4}
+
+
+def test_clipping_is_torchs_but_for_the_order_of_sums(two: list[Any]) -> None:
+    for found in (rank["clipped"] for rank in two):
+        assert len(found) == 6
+        for name, error in found.items():
+            assert max(error.values()) < 1e-6, (name, error)
 
 
 def test_bad_use_is_one_line_on_all_ranks(two: list[Any]) -> None:
@@ -427,15 +457,18 @@ def test_every_optimizer_of_torch_is_tried_here_or_refused_with_a_reason() -> No
     assert {"LBFGS", "SparseAdam"} <= others <= set(NOT_ELEMENTWISE)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 7))
-def test_rows_hold_every_number_once_and_give_it_back(counts: list[int], world: int) -> None:
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 7), st.booleans())
+def test_rows_hold_every_number_once_and_give_it_back(counts: list[int], world: int, is_large: bool) -> None:
     import torch
 
-    from mgwfbp.runtime.rows.rows import Rows
+    from mgwfbp.runtime.rows import rows as module
 
     tensors = [torch.arange(1.0, count + 1) + 100 * place for place, count in enumerate(counts)]
-    rows = Rows(counts, world)
-    message = rows.pack(tensors, torch.empty(world, rows.length))
+    with pytest.MonkeyPatch.context() as patch:
+        if is_large:  # then what does not fill its rows is copied in Python
+            patch.setattr(module, "SMALL", 0)
+        rows = module.Rows(counts, world)
+    message = rows.pack(tensors, torch.full((world, rows.length), -1.0))
     assert message.shape == (world, rows.length)
     assert sorted(message[message != 0].tolist()) == sorted(number for one in tensors for number in one.tolist())
     found = [torch.empty(count) for count in counts]
