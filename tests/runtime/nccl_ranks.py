@@ -1,9 +1,12 @@
 """What one nccl rank does: ``mgwfbp lab --hosts 2 --rate 1gbit -- python -m tests.runtime.nccl_ranks FOLDER``."""
 
+import copy
+import gc
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,8 +24,11 @@ import mgwfbp.runtime.rows.shards
 from mgwfbp import DistributedDataParallel, FsdpPlan, MergePlan, ShardedOptimizer
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
+from tests.runtime.shard_ways import MODES, OPTIMIZERS, Way, beside_torchs, difference, sums
+from tests.runtime.shard_ways import train as train_way
 from tests.runtime.wire_ways import by_hand
 
+CYCLES = 50_000_000  # about 30 ms of a GPU
 WIDTH, DEPTH, STEPS = 1024, 3, 4  # gradients of 4 MiB: a message takes long enough to be missed
 
 
@@ -92,45 +98,108 @@ def low_precision(wire: str) -> dict[str, Any]:
     return {"low": len(low), "wrong": wrong}
 
 
-def sharded(late: str) -> float:
-    """Return how far training with a sharded optimizer ends from torch's class, with messages that come late.
+@contextmanager
+def late_messages(names: tuple[str, ...], most: int = CYCLES, *, at_random: bool = False) -> Iterator[None]:
+    """Let these messages of a sharded optimizer come late: by so many cycles of the GPU before they are sent.
 
-    By about 30 ms of the GPU, or, at random, by another time on each rank, before and after both kinds are sent. Then
-    parameters are also read, and the model run, between steps.
+    Or, at random, by up to so many, another number on each rank, before and after.
     """
     shards: Any = mgwfbp.runtime.rows.shards
-    stock = {name: getattr(shards, name) for name in ("all_gather", "reduce_scatter")}
+    stock = {name: getattr(shards, name) for name in names}
     draw = random.Random(dist.get_rank())
 
-    def delay(most: int) -> None:
-        torch.cuda._sleep(most if late == "late" else draw.randrange(most))
-
     def slow(send: Callable[..., None], *arguments: Any) -> None:
-        delay(50_000_000)
+        torch.cuda._sleep(draw.randrange(most) if at_random else most)
         send(*arguments)
-        if late == "at random":
-            delay(50_000_000)
+        if at_random:
+            torch.cuda._sleep(draw.randrange(most))
 
+    for name, send in stock.items():
+        setattr(shards, name, partial(slow, send))
+    try:
+        yield
+    finally:
+        for name, send in stock.items():
+            setattr(shards, name, send)
+
+
+def sharded(*names: str, at_random: bool = False) -> float:
+    """Return how far training with a sharded optimizer ends from torch's class, with messages that come late.
+
+    At random, parameters are also read, and the model run, between steps.
+    """
     expected = train(StockDdp(build()), STEPS)[1::2]
     module = build()
     model = DistributedDataParallel(module, plan=make_plan(module, 2))
     optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
-    for name in {"in time": (), "late": ("all_gather",), "at random": tuple(stock)}[late]:
-        setattr(shards, name, partial(slow, stock[name]))
     data = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(STEPS):
+    with late_messages(names, at_random=at_random):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean().backward()
+            optimizer.step()
+            if at_random:
+                copied = [value.clone() for value in module.state_dict().values()]
+                with torch.no_grad():
+                    model(torch.ones(1, WIDTH).cuda())
+                assert all(torch.equal(a, b) for a, b in zip(copied, module.state_dict().values(), strict=True))
+        got = [one.detach() for one in module.parameters()]
+    return difference(got, expected)
+
+
+def read_batch_statistics(model: Any, *_: Any) -> list[float]:
+    return sums(model.buffers())
+
+
+# Sizes of these models do not divide by the number of ranks, and rank 0 broadcasts batch statistics beside gathers.
+WAYS = {
+    **{name: OPTIMIZERS[name] for name in ("Adam", "AdamW foreach", "AdamW fused")},
+    **{name: MODES[name] for name in ("accumulation", "autocast", "channels last", "dtypes", "static graph", "unused")},
+    **{name: way for name, way in MODES.items() if "clip" in name or "scaler" in name or "half" in name},
+    "AdamW fused, scaler": replace(OPTIMIZERS["AdamW fused"], scaler=True),
+    "batch statistics": Way(between=read_batch_statistics),
+}
+
+
+def sharded_ways() -> dict[str, float]:
+    """How far training in many ways ends from torch's class, with both kinds of messages late at random."""
+    with late_messages(("all_gather", "reduce_scatter"), CYCLES // 10, at_random=True):
+        return {name: beside_torchs(way, steps=8) for name, way in WAYS.items()}
+
+
+def state_on_host() -> dict[str, Any]:
+    """Where the whole state is, and where the plain optimizer and ours go on with it."""
+    way = replace(OPTIMIZERS["AdamW"], gathered=0.5)
+    expected, _, _ = train_way(way, sharded=True, steps=5)
+    _, _, (model, ours) = train_way(way, sharded=True, steps=4)
+    state, module = ours.state_dict(), copy.deepcopy(model.module)
+    places = {value.device.type for one in state["state"].values() for value in one.values()}
+    plain = torch.optim.AdamW(module.parameters(), lr=1.0)
+    data = torch.Generator().manual_seed(100 + dist.get_rank())
+    x = [torch.randn(way.rows, way.width, generator=data) for _ in range(5)][-1].cuda()
+    ends = []
+    for wrapped, optimizer in ((StockDdp(module), plain), (model, ours)):
+        optimizer.load_state_dict(copy.deepcopy(state))  # which holds the counts of steps themselves
         optimizer.zero_grad()
-        model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean().backward()
+        wrapped(x).square().mean().backward()
         optimizer.step()
-        if late == "at random":
-            copied = [value.clone() for value in module.state_dict().values()]
-            with torch.no_grad():
-                model(torch.ones(1, WIDTH).cuda())
-            assert all(torch.equal(a, b) for a, b in zip(copied, module.state_dict().values(), strict=True))
-    got = [one.detach() for one in module.parameters()]
-    for name, send in stock.items():
-        setattr(shards, name, send)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True))
+        ends.append([one.detach() for one in wrapped.module.parameters()])
+    return {"places": sorted(places), "differences": [difference(end, expected) for end in ends]}
+
+
+def dropped() -> bool:
+    """Drop a model and its optimizer while parameters are gathered; nobody else's memory is written to."""
+    model = DistributedDataParallel(build(), tune=False)
+    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.05)
+    model(torch.ones(4, WIDTH).cuda()).square().mean().backward()
+    sizes = [one.numel() for one in model.parameters()]
+    with late_messages(("all_gather",)):
+        optimizer.step()
+    del model, optimizer
+    gc.collect()
+    taken = [torch.full((size,), 7.0, device="cuda") for _ in range(3) for size in (*sizes, sum(sizes))]
+    torch.cuda.synchronize()
+    return all(bool((one == 7).all()) for one in taken)
 
 
 def two_streams() -> list[bool]:
@@ -139,23 +208,16 @@ def two_streams() -> list[bool]:
     Both wait for the gather and for what writes the parameter, whichever asks first: they see the same, and what is
     there once everything has ended.
     """
-    shards: Any = mgwfbp.runtime.rows.shards
-    stock = shards.all_gather
-
-    def slow(*arguments: Any) -> None:
-        torch.cuda._sleep(50_000_000)
-        stock(*arguments)
-
     module = build()
     model = DistributedDataParallel(module, plan=make_plan(module, 2))
     optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
     side, found = torch.cuda.Stream(), []
-    shards.all_gather = slow
     for step in range(STEPS):
         optimizer.zero_grad()
         x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
         model(x).square().mean().backward()
-        optimizer.step()
+        with late_messages(("all_gather",)):
+            optimizer.step()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             there = [one.detach().clone() for one in module.parameters()]
@@ -163,7 +225,6 @@ def two_streams() -> list[bool]:
         torch.cuda.synchronize()
         ended = list(module.parameters())
         found += [all(torch.equal(a, b) for a, b in zip(some, ended, strict=True)) for some in (there, here)]
-    shards.all_gather = stock
     return found
 
 
@@ -212,7 +273,13 @@ def main() -> None:
     plan = make_plan(build(), 2)
     found["compiled"] = distance(partial(compiled, plan=plan))
     found["low precision"] = {wire: low_precision(wire) for wire in ("bfloat16", "float16")}
-    found["sharded"] = {name: sharded(name) for name in ("in time", "late", "at random")}
+    found["sharded"] = {
+        "in time": sharded(),
+        "late": sharded("all_gather"),
+        "at random": sharded("all_gather", "reduce_scatter", at_random=True),
+    }
+    found["sharded ways"] = sharded_ways()
+    found["state"], found["dropped"] = state_on_host(), dropped()
     found["two streams"] = two_streams()
     found["fsdp"] = fsdp() if hasattr(torch.distributed.fsdp, "fully_shard") else None
     found["observed"] = {name: observed(name) for name in ("naive", "ps", "wfbp")}

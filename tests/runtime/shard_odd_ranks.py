@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import time
 import weakref
 from dataclasses import replace
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch import Tensor, nn, optim
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
-from tests.runtime.models import Mlp, Sparse, make_plan
-from tests.runtime.shard_ways import OPTIMIZERS, Recurrent, beside_torchs, difference, error_of, gathering, sums
+from tests.runtime.models import Mlp, Shared, Sparse, make_plan
+from tests.runtime.shard_ways import OPTIMIZERS, Empty, Recurrent, beside_torchs, difference, error_of, gathering, sums
 
 
 def refused() -> dict[str, Any]:
@@ -35,8 +37,11 @@ def refused() -> dict[str, Any]:
     hooked = model()
     hooked.register_comm_hook(None, lambda _, bucket: bucket.buffer())
     some = model()
+    odd: Any = 3
     skips: Any = model()
     skips.skip_all_reduce_unused_params = True  # an argument of newer torchs
+    thawed = model(Empty())
+    thawed.module.requires_grad_(True)
     wide = nn.Linear(4, 4)
     wide.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
     cases = {
@@ -54,7 +59,24 @@ def refused() -> dict[str, Any]:
         "skips": lambda: ShardedOptimizer(skips, optim.SGD, lr=0.1),
         "sparse": lambda: ShardedOptimizer(model(Sparse()), optim.SGD, lr=0.1),
         "strides": lambda: ShardedOptimizer(model(wide), optim.SGD, lr=0.1),
+        "elsewhere": lambda: ShardedOptimizer(
+            model(nn.Linear(3, 3, device="meta"), tune=False, init_sync=False), optim.SGD, lr=0.1
+        ),
+        "thawed": lambda: ShardedOptimizer(thawed, optim.SGD, lr=0.1),
+        "a set": lambda: ShardedOptimizer(some, optim.SGD, [{"params": set(some.module.parameters())}], lr=0.1),
+        "no rate": lambda: ShardedOptimizer(some, optim.SGD, lr=-1.0 if rank == 1 else 0.1),
+        "an odd list": lambda: ShardedOptimizer(some, optim.SGD, None if rank == 0 else [odd], lr=0.1),
+        "another rate": lambda: ShardedOptimizer(some, optim.SGD, lr=0.1 * (rank + 1)),
+        "another class": lambda: ShardedOptimizer(some, optim.AdamW if rank else optim.Adam),
+        "another order": lambda: ShardedOptimizer(
+            some, optim.SGD, list(some.module.parameters())[:: -1 if rank else 1], lr=0.1
+        ),
+        "other groups": lambda: ShardedOptimizer(
+            some, optim.SGD, [{"params": one} for one in some.module.parameters()] if rank else None, lr=0.1
+        ),
     }
+    if "init_sync" not in inspect.signature(StockDdp).parameters:
+        del cases["elsewhere"]  # an older torch wraps no model without a device
     return {name: error_of(case) for name, case in cases.items()}
 
 
@@ -203,6 +225,7 @@ def loud() -> dict[str, Any]:
     model(x).sum().backward()
     optimizer.step()
     found["no zero_grad"] = error_of(lambda: model(x).sum().backward())
+    found["other group"] = error_of(lambda: model._update_process_group(dist.group.WORLD))
     found["join"] = error_of(lambda: model.join().__enter__())
     model.zero_grad()
     found["captured"] = error_when_captured(model, x)
@@ -226,4 +249,81 @@ def loud() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (refused, odd, ended, again, skipped, loud)
+class Raises(torch.autograd.Function):
+    """Hands x on; a backward pass through it raises when all else has ended but what was queued at its end."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        def fail() -> None:
+            raise ValueError("a callback of the user's")
+
+        # The Reducer queues its end when it has sent its last message, and what is queued then comes after.
+        Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(fail))
+        return grads[0]
+
+
+def raised() -> dict[str, Any]:
+    """Backward passes that raise after gradients were averaged, and what the steps after them do, beside torch's."""
+
+    def run(*, sharded: bool, goes_on: str) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(3)
+        module = Mlp()
+        model: Any = DistributedDataParallel(module, tune=False) if sharded else StockDdp(module)
+        optimizer: Any = (
+            ShardedOptimizer(model, optim.AdamW, lr=0.01) if sharded else optim.AdamW(module.parameters(), lr=0.01)
+        )
+        data, said = torch.Generator().manual_seed(dist.get_rank()), []
+        for step in range(6):
+            loss = model(torch.randn(4, 6, generator=data)).square().mean()
+            said.append(error_of((Raises.apply(loss) if step == 2 else loss).backward))
+            if goes_on == "steps" or not said[-1]:
+                optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach() for one in module.parameters()], said
+
+    found: dict[str, Any] = {}
+    for goes_on in ("steps", "forgets"):
+        (expected, said_there), (got, said_here) = (run(sharded=one, goes_on=goes_on) for one in (False, True))
+        found[goes_on] = [difference(got, expected), said_here == said_there, len(list(filter(None, said_here)))]
+    return found
+
+
+def static_later() -> dict[str, Any]:
+    """A graph that is called static once the optimizer is there, of a model with parameters that are never used."""
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(3)
+        module = Shared(unused=True)
+        model: Any = DistributedDataParallel(module, plan=make_plan(module, 4)) if sharded else StockDdp(module)
+        kind: Any = partial(ShardedOptimizer, model, optim.AdamW) if sharded else optim.AdamW
+        optimizer = kind(module.parameters(), lr=0.01)
+        model._set_static_graph()
+        data = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=data)).square().mean().backward()
+            optimizer.step()
+        ends.append([one.detach() for one in module.parameters()])
+    return {"difference": difference(ends[1], ends[0])}
+
+
+def thawed() -> dict[str, Any]:
+    """A parameter that was frozen when the model was wrapped, and is trained later."""
+    model = DistributedDataParallel(Empty(), tune=False)
+    optimizer = ShardedOptimizer(model, optim.SGD, lr=0.1)
+    frozen: Any = model.module.layers
+    found: dict[str, Any] = {}
+    for is_thawed in (False, True):
+        frozen[1].requires_grad_(is_thawed)
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        found[f"clipping {is_thawed}"] = error_of(lambda: optimizer.clip_grad_norm_(1.0))
+        found[f"step {is_thawed}"] = error_of(optimizer.step)
+    return found
+
+
+SCENARIOS = (refused, odd, ended, again, skipped, loud, thawed, raised, static_later)

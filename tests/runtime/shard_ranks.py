@@ -4,13 +4,17 @@ Scenarios are in the files beside this one.
 """
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
 
 from tests.runtime import shard_odd_ranks, shard_plan_ranks, shard_read_ranks, shard_state_ranks
 from tests.runtime.launch import be_rank
-from tests.runtime.shard_ways import MODES, OPTIMIZERS, STEPS, beside_torchs, difference, train
+from tests.runtime.shard_ways import MODES, OPTIMIZERS, STEPS, Channels, Way, beside_torchs, difference, train
 
 
 def optimizers() -> dict[str, Any]:
@@ -20,6 +24,26 @@ def optimizers() -> dict[str, Any]:
 def modes() -> dict[str, Any]:
     longer = ("two groups", "clipping", "accumulation")
     return {name: beside_torchs(way, steps=STEPS if name in longer else 12) for name, way in MODES.items()}
+
+
+def clipped() -> dict[str, Any]:
+    """How far the norm that clipping returns, and a step after it that leaves little of what was, are from torch's."""
+    found = {}
+    for norm_type, share in product((1.0, 2.0, float("inf")), (0.5, 1.0)):
+        ends, norms = [], []
+        for sharded in (False, True):
+            way = Way(options={"lr": 1e4}, model=Channels, gathered=share)
+            _, _, (model, optimizer) = train(way, sharded=sharded, steps=0)
+            model(
+                torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+            ).square().mean().backward()
+            clip = optimizer.clip_grad_norm_ if sharded else partial(clip_grad_norm_, model.parameters())
+            norms.append(clip(1e-2, norm_type))
+            optimizer.step()
+            ends.append([one.detach() for one in model.parameters()])
+        norm = (norms[1] / norms[0] - 1).abs().item()
+        found[f"{norm_type} {share}"] = {"norm": norm, "step": difference(ends[1], ends[0])}
+    return found
 
 
 USED_MOST = {name: OPTIMIZERS[name] for name in ("SGD", "momentum", "Nesterov", "Adam", "AdamW", "RMSprop", "Adagrad")}
@@ -44,7 +68,7 @@ def in_double() -> dict[str, Any]:
 
 
 _MODULES = (shard_plan_ranks, shard_read_ranks, shard_state_ranks, shard_odd_ranks)
-SCENARIOS = {one.__name__: one for one in (optimizers, modes, in_single, in_double)} | {
+SCENARIOS = {one.__name__: one for one in (optimizers, modes, clipped, in_single, in_double)} | {
     one.__name__: one for module in _MODULES for one in module.SCENARIOS
 }
 

@@ -46,6 +46,11 @@ def read_everything(model: Any, optimizer: Any, step: int) -> Any:
         lambda: sums(nn.utils.parameters_to_vector(module.parameters()).unbind()),
         lambda: sums([torch.func.functional_call(module.eval(), dict(module.named_parameters()), (x,))]),
         lambda: sums(value for value in optimizer.state_dict()["state"][0].values() if isinstance(value, Tensor)),
+        lambda: sums(one for group in optimizer.param_groups for one in group["params"]),
+        lambda: sums([] + optimizer.param_groups[0]["params"]),
+        lambda: sums([optimizer.param_groups[0]["params"][-1], *reversed(optimizer.param_groups[0]["params"])]),
+        lambda: sums(copy.deepcopy(optimizer.param_groups[0])["params"] + optimizer.param_groups[0]["params"].copy()),
+        lambda: sums(optimizer.state),
         lambda: None,
     ]
     seen = readers[step % len(readers)]()
@@ -228,6 +233,50 @@ def races() -> dict[str, Any]:
         return {name: beside_torchs(way, steps=16) for name, way in ways.items()}
 
 
+class Tied(nn.Module):
+    """A layer whose weight another module may be given, which had none: from then on only that one is asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.head = nn.Linear(6, 6), nn.Module(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = getattr(self.other, "weight", None)
+        x = self.first(x) if weight is None else nn.functional.linear(x, weight, self.first._parameters["bias"])
+        return self.head(torch.tanh(x))  # type: ignore[no-any-return]
+
+
+def aliased() -> dict[str, float]:
+    """Modules that are given another's parameter after some steps, or the dict that they had while gathers came."""
+    kept: list[Any] = []
+
+    def tie(model: Any, _: Any, step: int) -> Any:
+        module = model.module
+        if step == 1:
+            module.other.weight = module.first.weight
+        return sums([module.other.weight]) if step > 1 else None
+
+    def tie_a_new_one(model: Any, optimizer: Any, step: int) -> Any:
+        if step == 0:
+            model.module.other = nn.Module()
+        return tie(model, optimizer, step)
+
+    def put_back(model: Any, _: Any, step: int) -> Any:
+        parameters = model.module.head._parameters
+        if step == 1:
+            kept[:] = [parameters]
+        if step == 2:
+            sums(model.parameters())
+            vars(model.module.head)["_parameters"] = kept[0]
+        return sums([model.module.head.weight])
+
+    with late_gathers():
+        return {
+            edit.__name__: beside_torchs(Way(model=Tied, between=edit), steps=6)
+            for edit in (tie, tie_a_new_one, put_back)
+        }
+
+
 class Listing(Plain):
     """Keeps all parameters in a list, too."""
 
@@ -285,4 +334,4 @@ def warned() -> dict[str, list[str]]:
     return found
 
 
-SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned)
+SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned, aliased)

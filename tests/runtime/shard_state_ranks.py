@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,13 +14,25 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch import Tensor, optim
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mgwfbp import DistributedDataParallel, ShardedOptimizer
-from tests.runtime.models import Mlp, make_plan
-from tests.runtime.shard_ways import OPTIMIZERS, STEPS, Channels, Way, difference, error_of, params_of, sums, train
+from tests.runtime.models import Mlp, Shared, make_plan
+from tests.runtime.shard_ways import (
+    OPTIMIZERS,
+    STEPS,
+    Channels,
+    Way,
+    beside_torchs,
+    difference,
+    error_of,
+    params_of,
+    sums,
+    train,
+)
 
 
 def states() -> dict[str, Any]:
@@ -118,6 +131,34 @@ def misfit() -> dict[str, Any]:
     before = copy.deepcopy(ours.state_dict())
     said = [[error_of(partial(one.load_state_dict, state)) for state in (other, fewer)] for one in (ours, plain)]
     return {"ours": said[0], "torch's": said[1], "unchanged": alike(ours.state_dict(), before)}
+
+
+def edited() -> dict[str, Any]:
+    """What people do to an optimizer's state while they train, beside torch's."""
+
+    def edit(model: Any, optimizer: Any, step: int) -> Any:
+        first = optimizer.param_groups[0]["params"][0]
+        if step == 2:
+            optimizer.state.clear()
+        elif step == 4:
+            optimizer.state = defaultdict(dict)
+        elif step == 6:
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+        elif step == 8:
+            del optimizer.state[first]
+        elif step == 10:
+            optimizer.state[first] = {key: value * 2 for key, value in optimizer.state[first].items()}
+        return len(optimizer.state), first in optimizer.state, len(copy.deepcopy(optimizer.state))
+
+    _, _, (_, ours) = train(OPTIMIZERS["AdamW"], sharded=True, steps=2)
+    state = dict(ours.state)
+    return {
+        "difference": beside_torchs(replace(OPTIMIZERS["AdamW"], between=edit), steps=14),
+        "set": error_of(lambda: setattr(ours, "state", state)),
+        "repr": repr(ours.state) == repr(state),
+        "got": [ours.state.get(torch.zeros(1), "none"), 3 in ours.state],
+    }
 
 
 def by_torchs_functions() -> dict[str, Any]:
@@ -242,6 +283,51 @@ def differing(expected: dict[int, Any], found: dict[int, Any]) -> list[tuple[int
     ]
 
 
+class Contiguous(Channels):
+    """The same whose weights lie in memory as torch makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv.to(memory_format=torch.contiguous_format)
+
+
+class Uses(Shared):
+    """Uses what the model that it is like leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.unused(x).sum()  # type: ignore[no-any-return]
+
+
+def load_otherwise() -> dict[str, Any]:
+    """Save rows of one model and load them into one that lies otherwise in memory, or has used other parameters."""
+    if not hasattr(torch.distributed.tensor, "DTensor"):
+        return {}
+    channels = [Way(optim.AdamW, {"lr": 0.01}, model=model) for model in (Channels, Contiguous)]
+    damped = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    cases = {"to contiguous": channels, "from contiguous": channels[::-1]}
+    for kind, options in ((optim.NAdam, {}), (optim.SGD, damped)):
+        some = Way(kind, options, model=partial(Shared, unused=True), ddp={"find_unused_parameters": True})
+        cases[kind.__name__] = [some, replace(some, model=Uses)]
+    found: dict[str, Any] = {}
+    for name, ways in cases.items():
+        (_, _, (_, saved)), (_, _, (_, optimizer)) = (train(way, sharded=True, steps=4) for way in ways)
+        folder = str(Path(sys.argv[1]) / f"otherwise {name}")
+        state_dict_saver.save({"optimizer": saved.sharded_state_dict()}, checkpoint_id=folder)
+        target = {"optimizer": optimizer.sharded_state_dict(to_load=True)}
+        state_dict_loader.load(target, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+        optimizer.load_sharded_state_dict(target["optimizer"])
+        expected, got = (one.state_dict()["state"] for one in (saved, optimizer))
+        found[name] = [sorted(got), differing(expected, got)] == [sorted(expected), []]
+    kept = copy.deepcopy(target["optimizer"])
+    kept["state"]["head.weight"]["layout"] = ((6, 3), (3, 1))
+    found["another shape"] = error_of(lambda: optimizer.load_sharded_state_dict(kept))
+    found["then"] = alike(optimizer.state_dict()["state"], got)
+    return found
+
+
 def load_checkpoint(name: str, folder: Path) -> dict[str, Any]:
     """Make a new model and optimizer, which shards all, go on from what was saved."""
     way = CHECKPOINTED[name]
@@ -276,4 +362,15 @@ def resumed() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = (states, scheduled, misfit, by_torchs_functions, hooked, named, checkpointed, resumed)
+SCENARIOS = (
+    states,
+    scheduled,
+    misfit,
+    by_torchs_functions,
+    hooked,
+    named,
+    checkpointed,
+    load_otherwise,
+    edited,
+    resumed,
+)

@@ -147,7 +147,8 @@ def clip_in_double(parameters: list[nn.Parameter], way: Way) -> None:
 
 def train(way: Way, *, sharded: bool, tune: bool = False, steps: int = STEPS) -> tuple[list[Tensor], list[Any], Any]:
     torch.manual_seed(3)
-    module = way.model()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    module = way.model().to(device)
     if way.dtype is not torch.float32:
         module = module.to(way.dtype)
     model: Any
@@ -160,16 +161,16 @@ def train(way: Way, *, sharded: bool, tune: bool = False, steps: int = STEPS) ->
     else:
         model = StockDdp(module, **way.ddp)
         optimizer = way.optimizer(params_of(module, way), **way.options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if way.scaler else None
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10) if way.scaler else None
     scheduler = optim.lr_scheduler.StepLR(optimizer, 3, 0.9) if way.schedule else None
     data = torch.Generator().manual_seed(100 + dist.get_rank())
     found = []
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(way.accumulate):
-            x = torch.randn(way.rows, way.width, generator=data).to(way.dtype)
+            x = torch.randn(way.rows, way.width, generator=data).to(device, way.dtype)
             with model.no_sync() if micro + 1 < way.accumulate else nullcontext():
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.autocast):
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=way.autocast):
                     loss = model(x).square().mean()
                 if way.scaler and step == 5 and dist.get_rank() == 0:
                     loss = loss * float("inf")

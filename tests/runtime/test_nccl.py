@@ -47,6 +47,25 @@ def test_a_sharded_optimizer_ends_where_torchs_class_ends_also_where_gathers_are
         assert found["sharded"] == {"in time": 0.0, "late": 0.0, "at random": 0.0}
 
 
+def test_in_all_ways_to_train_a_sharded_optimizer_with_late_messages_ends_there_but_for_roundings(
+    ranks: list[Any],
+) -> None:
+    # Fused kernels may round the ends of tensors otherwise, and a clipping norm is summed in another order.
+    for found in ranks:
+        assert len(found["sharded ways"]) > 20
+        assert {name: error for name, error in found["sharded ways"].items() if not error < 1e-5} == {}
+
+
+def test_the_whole_state_is_on_the_host_and_both_kinds_of_optimizer_go_on_with_it(ranks: list[Any]) -> None:
+    for found in (one["state"] for one in ranks):
+        assert found["places"] == ["cpu"]
+        assert max(found["differences"]) < 1e-6
+
+
+def test_a_model_that_is_dropped_while_parameters_travel_leaves_no_memory_that_is_written_to(ranks: list[Any]) -> None:
+    assert [found["dropped"] for found in ranks] == [True, True]
+
+
 def test_a_parameter_that_a_side_stream_reads_first_is_finished_for_both_streams(ranks: list[Any]) -> None:
     for found in ranks:
         assert found["two streams"] == [True] * len(found["two streams"])

@@ -29,6 +29,7 @@ __all__ = [
     "agree_on_trace",
     "backend_name",
     "broadcast_text",
+    "differing_field",
     "first_line",
     "first_problem",
     "gather",
@@ -181,9 +182,8 @@ def agree_on_plan(
     if differs := _difference([] if plan is None else plan.gathers, group):
         gathered = "parameters are gathered in other groups on rank 0 than on rank"
         raise PlanError(_different(f"{gathered} {differs[0]}"))
-    if differs := _difference({"tune": tunes, "wire": wire}, group):
-        name, mine, theirs = _first_field(differs)
-        raise PlanError(f"{name} is {mine} on rank 0 and {theirs} on rank {differs[0]}; give all the same")
+    if differing := differing_field({"tune": tunes, "wire": wire}, group):
+        raise PlanError(f"{differing}; give all the same")
     return plan
 
 
@@ -199,13 +199,19 @@ def agree_on_fsdp_plan(prepare: Callable[[], FsdpPlan], group: Group = None) -> 
         "backward_prefetch": plan.backward_prefetch,
         "idle": plan.idle,
     }
-    if differs := _difference(rest, group):
-        name, mine, theirs = _first_field(differs)
-        raise PlanError(
-            f"the ranks have different plans: {name} is {mine} on rank 0 and {theirs} on rank {differs[0]}; "
-            "give every rank the same plan"
-        )
+    if differing := differing_field(rest, group):
+        raise PlanError(_different(differing))
     return plan
+
+
+def differing_field(fields: dict[str, Any], group: Group = None) -> str:
+    """Say in which of these fields a rank first differs from rank 0, and what both have; empty where all are equal."""
+    differs = _difference(fields, group)
+    if differs is None:
+        return ""
+    other, first, second = differs
+    name = next(name for name in first if first[name] != second.get(name))
+    return f"{name} is {first[name]} on rank 0 and {second.get(name)} on rank {other}"
 
 
 def _difference(value: object, group: Group) -> tuple[int, Any, Any] | None:
@@ -216,13 +222,6 @@ def _difference(value: object, group: Group) -> tuple[int, Any, Any] | None:
         return None
     first, second = (json.loads(broadcast_text(text, rank, group)) for rank in (0, other))
     return other, first, second
-
-
-def _first_field(differs: tuple[int, dict[str, Any], dict[str, Any]]) -> tuple[str, Any, Any]:
-    """Return the first field in which two ranks differ, and what each has there."""
-    _, first, second = differs
-    name = next(name for name in first if first[name] != second[name])
-    return name, first[name], second[name]
 
 
 def _different(difference: str) -> str:

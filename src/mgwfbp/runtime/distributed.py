@@ -436,7 +436,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._handle is not None:
             self._handle.hook_was_registered()
 
+    def _set_static_graph(self) -> None:
+        super()._set_static_graph()
+        if self._handle is not None:
+            self._handle.graph_became_static()
+
     def _update_process_group(self, new_process_group: Any) -> None:
+        if self._shards is not None:
+            raise ShardError(
+                "the process group cannot be changed: a sharded optimizer has rows for the ranks of this one"
+            )
         super()._update_process_group(new_process_group)  # after which torch makes its own buckets again
         self._self_tuning.stop("the process group was changed", restore=True)
         if self._handle is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ LAST_S = 10.0
 Job = Callable[[], None]
 Tensors = torch.futures.Future[list[Tensor]]
 
+# What must end before the process does.
+_STREAMS: set[torch.cuda.Stream] = set()
 _THREADS: weakref.WeakKeyDictionary[threading.Thread, "queue.SimpleQueue[Job]"] = weakref.WeakKeyDictionary()
 
 
@@ -52,6 +55,7 @@ class Channel:
         self.group = group
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # see `CudaClock` for why of high priority
+            _STREAMS.add(self._stream)  # torch has 32 of them, and hands them out in turns
         else:
             self.group = gloo_beside(group, number)
             jobs = self._jobs = queue.SimpleQueue()
@@ -109,16 +113,21 @@ class Channel:
 
 
 @atexit.register
-def _end_threads() -> None:
-    """Let threads do what they were given: one that waits in C++ while Python ends would abort the process.
+def _end_messages() -> None:
+    """Let threads and streams do what they were given, which other ranks may wait for.
 
-    Parameters that nobody asked for any more are such; see also [Note: the end of a process] in ``gloo.py``.
+    Parameters that nobody asked for any more are such. A thread that waits in C++ while Python ends would abort the
+    process; see also [Note: the end of a process] in ``gloo.py``.
     """
+    until_s = time.monotonic() + LAST_S
     threads = dict(_THREADS)
     for jobs in threads.values():
         jobs.put(_stop)
     for thread in threads:
-        thread.join(LAST_S)
+        thread.join(max(0.0, until_s - time.monotonic()))
+    with suppress(RuntimeError):  # of a GPU that has failed, or a fork that has none
+        while any(not stream.query() for stream in _STREAMS) and time.monotonic() < until_s:
+            time.sleep(MOMENT_S)
     if threads:
         time.sleep(MOMENT_S)
 

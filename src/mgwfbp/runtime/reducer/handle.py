@@ -223,11 +223,15 @@ class ReducerHandle(Parameters):
         self._shard_group = ShardGroup(
             self.ddp.process_group, shards, lambda ended: when_backward_has_ended(lambda: None, ended)
         )
-        shards.has_unused = bool(self.ddp.find_unused_parameters or self.ddp.static_graph)
         if is_first:
             self.set_buckets(self._torchs)
         else:  # a Reducer that was told to copy nothing back remembers that
             self.given, self.wires, self.gathers = self._torchs, (), None
+            self._replace_reducer()
+
+    def graph_became_static(self) -> None:
+        """Let some parameters go without a gradient from now on, where the Reducer was told that none would."""
+        if self._shard_group is not None:
             self._replace_reducer()
 
     @property
@@ -357,6 +361,7 @@ class ReducerHandle(Parameters):
             stand_in = self._shard_group
             stand_in.take(self.given or self._torchs)
             shards = stand_in.shards
+            shards.has_unused = bool(self.ddp.find_unused_parameters or self.ddp.static_graph)
             if not shards.has_unused and not any(one.is_whole for one in shards.owned):
                 self.ddp.reducer._set_optimizer_in_backward()  # which copies nothing back into gradients
         if self._on_message is not None:

@@ -15,8 +15,9 @@ begins when all gathers have ended. Its graphs check the types of these dicts: a
 called outside of that while parameters travel is not run as the graph it was, but compiled again, which waits, or run
 without a graph.
 
-What can be read too early is a parameter that somebody else holds, a module in a place of its own that it fills later,
-a shallow copy of a module, and what C++ reads (``torch.jit.save``): ``model.synchronize()`` first.
+The lists of parameters in the optimizer's groups wait for all (`Finished` in ``sharded/views.py``). What can be read
+too early is a parameter that somebody else holds, a module in a place of its own that it fills later, a shallow copy of
+a module, and what C++ reads (``torch.jit.save``): ``model.synchronize()`` first.
 """
 
 import copy
@@ -57,21 +58,20 @@ class Guards:
         self._guarded: list[tuple[nn.Module, Guarded]] = []
         self._holders: dict[nn.Module, dict[int, Tensor]] = {}  # parameters that modules hold elsewhere too, by id
         self._handles: list[Any] = []
-        self._ids: list[tuple[nn.Module, list[int]]] = []
         for one in self._modules:
             if isinstance(one._parameters, Guarded):  # of an optimizer before this one
                 one._parameters.finish_all()
             if any(id(parameter) in own for parameter in one._parameters.values()):
                 self._guarded.append((one, Guarded(pending)))
-                self._ids.append((one, list(map(id, one._parameters.values()))))
             elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
             if held := {id(found): found for found in tensors_in(elsewhere) if id(found) in own}:
                 self._holders[one] = held
+        self._tree = list(map(_has, self._modules))
 
     @property
     def have_changed(self) -> bool:
-        """Whether some module has other parameters than it had; asked when nothing stands in them."""
-        return any(list(map(id, module._parameters.values())) != ids for module, ids in self._ids)
+        """Whether some module has other parameters or modules than it had; asked when nothing stands in them."""
+        return list(map(_has, self._modules)) != self._tree
 
     @property
     def waits_early(self) -> str:
@@ -85,8 +85,10 @@ class Guards:
     def put_on(self, finisher: Finisher, *, all_first: bool) -> None:
         """Let modules wait before they give a parameter away, or run a graph; with ``all_first`` also the outermost."""
         for module, guarded in self._guarded:
-            if module._parameters is not guarded:
-                guarded.stand_for(module._parameters, finisher)
+            if guarded.finisher is None or module._parameters is not guarded:
+                # Somebody may have kept it and put it back: then it stands for the module's own already.
+                own = guarded.own if module._parameters is guarded else module._parameters
+                guarded.stand_for(own, finisher)
                 vars(module)["_parameters"] = guarded
         if not self._handles:
             hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders.items()]
@@ -110,6 +112,11 @@ class Guards:
             call = vars(module).get("_compiled_call_impl")
             if isinstance(call, _FinishesFirst):
                 put_back(module, "_compiled_call_impl", call.kept)
+
+
+def _has(module: nn.Module) -> list[int]:
+    """Return the ids of what a module has: parameters and modules."""
+    return [*map(id, module._parameters.values()), *map(id, module._modules.values())]
 
 
 class _Finishes:

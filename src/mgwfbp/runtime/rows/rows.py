@@ -136,6 +136,11 @@ class Owned:
         # A view: whoever changes it changes the parameter.
         self.row = nn.Parameter(self.memory[self._part], requires_grad=parameter.requires_grad)
 
+    @property
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape and the strides of the parameter, whose numbers are cut into rows in the order of memory."""
+        return tuple(self.parameter.shape), self.parameter.stride()
+
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's row of a tensor that has the parameter's shape, as a flat tensor."""
         return self.row_of(memory_of(self._laid_out(tensor.dtype).copy_(tensor))).clone()
@@ -149,14 +154,17 @@ class Owned:
         is_alike = grad.stride() == self.parameter.stride()
         return memory_of(grad if is_alike else self._laid_out(grad.dtype).copy_(grad))
 
-    def _laid_out(self, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor that lies in memory as the parameter does."""
+    def _laid_out(self, dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
+        """Return an empty tensor that lies in memory as the parameter does, or by these strides."""
         own = self.parameter
-        return torch.empty_strided(own.shape, own.stride(), dtype=dtype, device=own.device)
+        return torch.empty_strided(own.shape, strides or own.stride(), dtype=dtype, device=own.device)
 
-    def whole(self, part: Tensor, group: Any) -> Tensor:
-        """Return what the rows of all ranks make up, in the parameter's shape. All ranks must call it."""
-        found, numbers = self._laid_out(part.dtype), part
+    def whole(self, part: Tensor, group: Any, strides: Sequence[int] | None = None) -> Tensor:
+        """Return what the rows of all ranks make up, in the parameter's shape. All ranks must call it.
+
+        ``strides`` are those by which the rows were cut, where the parameter has others.
+        """
+        found, numbers = self._laid_out(part.dtype, strides), part
         if not self.is_whole:
             rows = Rows([self.parameter.numel()], dist.get_world_size(group))
             numbers = part.new_empty(dist.get_world_size(group) * rows.length)

@@ -4,6 +4,7 @@ See [Note: rows] in ``rows.py`` and [Note: nothing is read too early] in ``guard
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,6 +73,14 @@ class _Gather:
     stream: "torch.cuda.Stream | None"  # that called `gather`; parameters are finished on it
 
 
+def _wait_for(pending: dict[int, _Gather]) -> None:
+    """Let memory that nobody waits for any more be free only once it was written to: another stream does."""
+    for gather in pending.values():
+        if gather.stream is not None:
+            with torch.cuda.stream(gather.stream):
+                gather.arrives.wait()
+
+
 class Shards:
     """The rows of a model's parameters that this rank owns, and the messages that bring rows to their owners and back.
 
@@ -86,6 +95,7 @@ class Shards:
         self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
         # Of the reduction that is under way: what says this rank's row of it; None where every rank owns all.
         self._arrived: list[tuple[_Message, Callable[[], Tensor] | None]] = []
+        self._is_due = False  # whether rows shall get their gradients when the backward pass under way has ended
         self._sent: list[Tensors] = []  # what stands for its reduce-scatters
         self._futures: list[Tensors] = []  # and for those of the gradients that rows have now
         self.pending: dict[int, _Gather] = {}  # by the id of a parameter
@@ -101,6 +111,7 @@ class Shards:
         self.waits_first = self.all_reduces = False
         self._num_sent = 0
         self._lock = threading.RLock()
+        weakref.finalize(self, _wait_for, self.pending).atexit = False
 
     def check(self, groups: Sequence[Sequence[str]], gathers: Sequence[Sequence[str]] = ()) -> None:
         """Raise where a message holds what all ranks update and what each updates a row of, or gathers are others."""
@@ -156,15 +167,25 @@ class Shards:
             self._layouts[key] = _Message([self.owned[place] for place in key], self._group)
         return self._layouts[key]
 
-    def hand_out(self) -> None:
-        """Give each row its gradient, once the Reducer has ended; a parameter that nobody used has none."""
-        arrived, self._arrived = self._arrived, []
+    def all_were_sent(self) -> Callable[[], None]:
+        """Return what must be called once the Reducer has ended; see `_hand_out_late` for where it cannot be."""
+        self._is_due = True
+        return self._hand_out
+
+    def _hand_out_late(self) -> None:
+        """Do what was due where a backward pass raised after it, in a callback of the user's: autograd calls nobody."""
+        if self._is_due:
+            self._hand_out(is_late=True)
+
+    def _hand_out(self, *, is_late: bool = False) -> None:
+        """Give each row its gradient; a parameter that nobody used, or that was given None since, has none."""
+        arrived, self._arrived, self._is_due = self._arrived, [], False
         self._futures, self._sent = self._sent, []
         for message, own in arrived:
             if own is None:
                 continue
             for one, spread, part in zip(message.owned, message.spread, message.parts_of(own()), strict=True):
-                if self.has_unused and one.parameter.grad is None:
+                if (self.has_unused or is_late) and one.parameter.grad is None:
                     one.row.grad = None
                     continue
                 one.row.grad = part
@@ -190,6 +211,7 @@ class Shards:
 
     def take_gradients(self) -> None:
         """Let rows have the gradients that their parameters have now: none where they were set to None."""
+        self._hand_out_late()
         for future in self._futures:
             future.wait()  # for the current stream
         self._futures = []
@@ -226,6 +248,7 @@ class Shards:
 
     def before_forward(self) -> None:
         """Wait for all parameters where the model's forward pass that begins asks for none, or shall be observed."""
+        self._hand_out_late()
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ShardError(
                 "the model is captured in a CUDA graph, which would run before parameters are gathered: capture "
@@ -316,5 +339,5 @@ class ShardGroup(MessageGroup):
         place = self.shards.num_arrived
         work = self.shards.reduce(self._buckets[place], tensors[0], lambda: self.group.allreduce(tensors, *options))
         if place + 1 == len(self._buckets):
-            self._when_ended(self.shards.hand_out)
+            self._when_ended(self.shards.all_were_sent())
         return work

@@ -45,7 +45,8 @@ class SpreadGradient(torch.Tensor):
         name = next(one.of for one in tensors_in(args) if isinstance(one, cls))
         raise ShardError(
             f"the gradient of {name} was averaged and each rank has a row of it, so that {func} cannot be: clip with "
-            "optimizer.clip_grad_norm_(), and call optimizer.zero_grad() before the next backward pass"
+            "optimizer.clip_grad_norm_(), call optimizer.zero_grad() before the next backward pass, and to accumulate "
+            "run all backward passes but the last inside model.no_sync()"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

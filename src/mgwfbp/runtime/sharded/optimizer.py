@@ -3,29 +3,29 @@
 import logging
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import chain
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
 from mgwfbp.errors import ShardError
-from mgwfbp.measure.agreement import agree_on_plan, first_problem, on_device
+from mgwfbp.measure.agreement import agree_on_plan, differing_field, on_device, try_together
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.messages.gloo import group_timeout
 from mgwfbp.runtime.reducer.kinds import read_plan
-from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
+from mgwfbp.runtime.reducer.parameters import Buckets, Parameters, uncompiled
 from mgwfbp.runtime.rows.rows import Owned
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.rows.spread import SpreadGradient
 from mgwfbp.runtime.sharded.clipping import clip_rows
 from mgwfbp.runtime.sharded.refusals import problem_of_sharding, take_parameters
 from mgwfbp.runtime.sharded.state import RowStates, step_alone
+from mgwfbp.runtime.sharded.views import Finished, States
 
 __all__ = ["ShardedOptimizer"]
 
@@ -34,6 +34,7 @@ _log = logging.getLogger("mgwfbp")
 # Where parameters are gathered, by the group of their gradients; see `_gather_group`.
 _GATHER_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
+T = TypeVar("T")
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -49,21 +50,21 @@ class ShardedOptimizer(optim.Optimizer):
 
     After a backward pass that averaged gradients ``parameter.grad`` can only be set to None: no rank has all of it, and
     whatever else uses it fails. Clip with `clip_grad_norm_`. ``no_sync``, autocast, `torch.amp.GradScaler`,
-    learning-rate schedulers and parameter groups work as always. Whoever holds parameters, and reads one between `step`
-    and the forward pass that uses it, calls ``model.synchronize()`` first.
+    learning-rate schedulers and parameter groups work as always. Whoever holds parameters in a list of their own, and
+    reads one between `step` and the forward pass that uses it, calls ``model.synchronize()`` first.
 
     All ranks must make it, and call `step`, `clip_grad_norm_` and `state_dict`.
 
     Args:
         model: one of ours, of whose parameters no other sharded optimizer has any (any more).
         optimizer_class: one of `torch.optim` that updates every number by itself.
-        params: all parameters that the model averages gradients of, or groups of them as torch takes them; those of the
-            model where it is not given.
+        params: all parameters that the model averages gradients of, or groups of them as torch takes them, in the same
+            order on all ranks; those of the model where it is not given.
         plan: a `MergePlan` with gathers or the path of one (``mgwfbp plan --engine sharded``): which gradients, and
             which parameters, travel together. Messages whose parameters it does not gather are all-reduced, and every
             rank updates all of these parameters and has all of their state. Without a plan gradients travel in the
             model's buckets and parameters in the same groups, and the model's tuner finds better ones for both.
-        **defaults: what the class takes.
+        **defaults: what the class takes, the same on all ranks.
 
     Raises:
         ShardError: on every rank, where that cannot be; it says why.
@@ -80,14 +81,9 @@ class ShardedOptimizer(optim.Optimizer):
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise ShardError(f"the model is a {type(model).__name__}, expected mgwfbp.DistributedDataParallel")
-        groups = _groups(model.module.parameters() if params is None else params)
-        problem = problem_of_sharding(model, optimizer_class, groups)
-        with on_device(model.device):
-            failed = first_problem(problem, model.process_group)
-        if failed is not None:
-            raise ShardError(f"rank {failed[0]}: {failed[1]}")
         self._model = model
-        own = self._own = Parameters(model)
+        groups = self._together(lambda: _checked_groups(model, optimizer_class, params))
+        own = self._own = model._handle or Parameters(model)
         given = self._agree_on(plan)
         rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
         shared = set() if given is None else set(given.layer_names).difference(*given.gathers)
@@ -96,15 +92,19 @@ class ShardedOptimizer(optim.Optimizer):
             for name, one in zip(own.names, own.parameters, strict=True)
         ]
         self._owned = {id(one.parameter): one for one in owned}
-        rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
-        self._inner = optimizer_class(rows, **defaults)
-        super().__init__(groups, self._inner.defaults)
-        self._pull()
+        self._together(lambda: self._make(optimizer_class, groups, defaults))
+        with on_device(model.device):
+            differing = differing_field(self._as_said(), model.process_group)
+        if differing:
+            raise ShardError(f"{differing}: give all ranks the same optimizer, and parameters in one order")
+        self._frozen = [one for group in groups for one in group["params"] if id(one) not in self._owned]
         numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
         numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
         self._shards = Shards(owned, model.process_group, _gather_group(model))
         model._shard_with(self._shards)
+        for group in self.param_groups:
+            group["params"] = Finished(group["params"], model.synchronize)
         if given is not None:
             model.replan(replace(given, predicted={}))
         take_parameters(self, own.parameters)
@@ -115,6 +115,39 @@ class ShardedOptimizer(optim.Optimizer):
                 early,
             )
         self._is_made = True
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do what needs no other rank; where it fails on one, raise that on all."""
+        with on_device(self._model.device):
+            result, failed, caught = try_together(work, self._model.process_group)
+        if failed is not None:
+            raise ShardError(f"rank {failed[0]}: {failed[1]}") from caught
+        return result
+
+    def _make(
+        self, optimizer_class: type[optim.Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
+    ) -> None:
+        """Make the optimizer of the rows, and this one of whole parameters with the same options."""
+        rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
+        self._inner = optimizer_class(rows, **defaults)
+        super().__init__(groups, self._inner.defaults)
+        self._pull()
+
+    def _as_said(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, as messages say it."""
+        names = {id(one): uncompiled(name) for name, one in self._model.module.named_parameters()}
+        said: dict[str, Any] = {
+            "the optimizer": type(self._inner).__name__,
+            "the number of groups": len(self.param_groups),
+        }
+        for number, group in enumerate(self.param_groups):
+            said[f"the number of parameters of group {number}"] = len(group["params"])
+            for place, one in enumerate(group["params"]):
+                said[f"parameter {place} of group {number}"] = names.get(id(one), "none of the model's")
+            for key in self._inner.defaults:
+                value = group[key]
+                said[f"{key} of group {number}"] = repr(value.tolist() if isinstance(value, Tensor) else value)
+        return said
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
         """Return the plan that all ranks have, if any."""
@@ -142,14 +175,16 @@ class ShardedOptimizer(optim.Optimizer):
         return parameter if owned is None else owned.row
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
+    def state(self) -> Any:
         """The state of each parameter's row on this rank; empty before the first step."""
-        rows = {id(owned.row): owned.parameter for owned in self._owned.values()}
-        return defaultdict(dict, {rows.get(id(row), row): state for row, state in self._inner.state.items()})
+        return States(self._inner, self._owned, self._model.synchronize)
 
     @state.setter
-    def state(self, state: object) -> None:
-        """Take nothing: the base class sets its own, which stays empty."""
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        """Forget the state: so people reset optimizers, and torch's base class begins."""
+        if state:
+            raise ShardError("a sharded optimizer has rows of a state: give a whole one to load_state_dict()")
+        self._inner.state.clear()
 
     def _push(self) -> None:
         """Tell the optimizer of the rows what was set here: a scheduler sets learning rates."""
@@ -172,6 +207,7 @@ class ShardedOptimizer(optim.Optimizer):
         Args:
             closure: computes the loss anew, as with torch's optimizers.
         """
+        self._refuse_thawed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -188,6 +224,14 @@ class ShardedOptimizer(optim.Optimizer):
         self._shards.gather(self._groups_to_gather)
         return loss
 
+    def _refuse_thawed(self) -> None:
+        for one in self._frozen:
+            if one.requires_grad:
+                raise ShardError(
+                    f"a parameter of shape {list(one.shape)} was frozen when the model was wrapped and is not any "
+                    "more, so that nobody averages its gradient: wrap the model again, and make a new optimizer"
+                )
+
     def _is_to_make_state(self) -> bool:
         """Say whether nothing but state is asked for, as `torch.distributed.checkpoint.state_dict` does.
 
@@ -201,9 +245,11 @@ class ShardedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they become None in either case, for no rank has one to set to 0."""
         del set_to_none
-        for group in (*self.param_groups, *self._inner.param_groups):
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in (
+            *self._frozen,
+            *(one for owned in self._owned.values() for one in (owned.parameter, owned.row)),
+        ):
+            parameter.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -220,6 +266,7 @@ class ShardedOptimizer(optim.Optimizer):
         Returns:
             The norm before.
         """
+        self._refuse_thawed()
         self._shards.take_gradients()
         owned, group = list(self._owned.values()), self._model.process_group
         return clip_rows(owned, group, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
@@ -233,11 +280,13 @@ class ShardedOptimizer(optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's would be: the state of whole parameters. All ranks must call it.
 
-        It can be loaded into the plain optimizer, and into a sharded one with any number of ranks. Hooks that were
-        registered for it are called as torch calls them, on every rank.
+        What was gathered is on the host, and goes to the device where it is loaded: into the plain optimizer, or into a
+        sharded one with any number of ranks. Hooks that were registered for it are called as torch calls them, on every
+        rank.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._shards.finish_all()  # over nccl no two groups send at once
         self._push()
         packed = self._states.whole()
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -282,19 +331,38 @@ class ShardedOptimizer(optim.Optimizer):
         raise ShardError("a sharded optimizer cannot be copied or pickled: keep its state_dict()")
 
 
+def _checked_groups(
+    model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], params: Params | None
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters.
+
+    Raises:
+        ShardError: where the model cannot have such an optimizer of these.
+    """
+    groups = _groups(model.module.parameters() if params is None else params)
+    if problem := problem_of_sharding(model, optimizer_class, groups):
+        raise ShardError(problem)
+    return groups
+
+
 def _groups(params: Params) -> list[dict[str, Any]]:
-    listed = list(params)
+    listed = _listed(params)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
     found = []
     for group in listed:
-        assert isinstance(group, dict)  # noqa: S101 - torch's optimizers say what is wrong with others
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        given = [group["params"]] if isinstance(group["params"], Tensor) else _listed(group["params"])
         if given and all(isinstance(one, tuple) for one in given):  # with names, as torch takes them since 2.6
             group = {**group, "param_names": [name for name, _ in given]}
             given = [parameter for _, parameter in given]
         found.append({**group, "params": given})
     return found
+
+
+def _listed(params: Iterable[Any]) -> list[Any]:
+    if isinstance(params, Set):
+        raise ShardError("parameters are given as a set, which has another order on every rank: give a list")
+    return list(params)
 
 
 def _gather_group(model: DistributedDataParallel) -> Any:

@@ -60,7 +60,7 @@ def problem_of_sharding(
     if optimizer_class not in ELEMENTWISE:
         reason = NOT_ELEMENTWISE.get(name, "is not known to update every number by itself")
         return f"{name} {reason}, and a rank has only rows of parameters: expected one of {_names()}"
-    return _cannot_shard(model) or _problem_with_parameters(Parameters(model), groups)
+    return _cannot_shard(model) or _problem_with_parameters(model._handle or Parameters(model), groups)
 
 
 def _cannot_shard(model: DistributedDataParallel) -> str:
@@ -81,9 +81,11 @@ def _cannot_shard(model: DistributedDataParallel) -> str:
 
 
 def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> str:
-    given = {id(one) for group in groups for one in group["params"]}
-    names = dict(zip(map(id, own.parameters), own.names, strict=True))
-    if strangers := [one for group in groups for one in group["params"] if id(one) not in names and one.requires_grad]:
+    listed = [one for group in groups for one in group["params"]]
+    given, names = set(map(id, listed)), dict(zip(map(id, own.parameters), own.names, strict=True))
+    if odd := [one for one in listed if not isinstance(one, Tensor)]:
+        return f"a parameter is {quote(odd[0])}, expected a tensor"
+    if strangers := [one for one in listed if id(one) not in names and one.requires_grad]:
         return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
     if absent := [name for place, name in names.items() if place not in given]:
         return f"the parameter {absent[0]} is trained by the model and was not given: give all of them"
@@ -97,6 +99,8 @@ def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> s
     devices = {one.device for one in own.parameters}
     if len(devices) > 1:
         return f"parameters are on {len(devices)} devices, expected one"
+    if (kind := next(iter(devices)).type) not in ("cpu", "cuda"):
+        return f"parameters are on a device of type {kind!r}, expected cpu or cuda: use a plain optimizer"
     if any(map(_is_taken, own.parameters)):
         gc.collect()  # an optimizer that nobody needs any more may be held by a scheduler that it holds
     if taken := [name for name, one in zip(own.names, own.parameters, strict=True) if _is_taken(one)]:

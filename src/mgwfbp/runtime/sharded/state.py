@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mgwfbp.errors import ShardError
 from mgwfbp.runtime.rows.rows import Owned
 
 __all__ = ["RowStates", "step_alone"]
+
+LAYOUT = "layout"  # beside what the optimizer has of a parameter: the shape and strides by which that was cut into rows
 
 
 def step_alone(optimizer: Optimizer) -> None:
@@ -31,13 +34,16 @@ class RowStates:
         self._inner, self._defaults, self._owned, self._group = inner, defaults, owned, group
 
     def whole(self) -> dict[str, Any]:
-        """Return the state dict that the plain optimizer would have. All ranks must call it."""
+        """Return the state dict that the plain optimizer would have. All ranks must call it.
+
+        What is gathered goes to the host tensor by tensor: a GPU may have no room for all. Loading moves it back.
+        """
         packed = self._inner.state_dict()
         keys = self._elementwise_keys(self._inner.param_groups)
         for number, owned in self._owned:
             if number in packed["state"]:
                 packed["state"][number] = {
-                    key: owned.whole(value, self._group) if key in keys else value
+                    key: owned.whole(value, self._group).cpu() if key in keys else value
                     for key, value in packed["state"][number].items()
                 }
         return packed
@@ -59,7 +65,9 @@ class RowStates:
     def sharded(self, *, to_load: bool) -> dict[str, Any]:
         """Return state by the names of parameters, each tensor a flat `DTensor` of which a rank has its row.
 
-        With ``to_load`` zeros, in other memory than the optimizer's. All ranks must call it.
+        What has a state also has its parameter's shape and strides, by which rows are laid out. With ``to_load`` they
+        are None, so that what a file does not have can be told, and tensors are zeros, in other memory than the
+        optimizer's. All ranks must call it.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard  # since torch 2.5
@@ -76,15 +84,34 @@ class RowStates:
                 else value
                 for key, value in states.get(owned.row, {}).items()
             }
+            if state[owned.name]:
+                state[owned.name][LAYOUT] = None if to_load else owned.layout
         return state
 
     def take_sharded(self, state: dict[str, Any]) -> None:
-        """Take what `sharded` gave to load, filled."""
+        """Take what `sharded` gave to load, filled; a parameter that was not filled has no state. All ranks must.
+
+        Raises:
+            ShardError: before anything is taken, where a parameter had another shape.
+        """
+        layouts = {owned.name: state.get(owned.name, {}).get(LAYOUT) for _, owned in self._owned}
         for _, owned in self._owned:
-            if found := state.get(owned.name):
-                self._inner.state[owned.row] = {
-                    key: value.to_local() if hasattr(value, "to_local") else value for key, value in found.items()
-                }
+            if (layout := layouts[owned.name]) is not None and tuple(layout[0]) != owned.layout[0]:
+                raise ShardError(
+                    f"the state of {owned.name} is of shape {list(layout[0])}, and the parameter of "
+                    f"{list(owned.layout[0])}: load it into the model that it was saved of"
+                )
+        keys = self._elementwise_keys(self._inner.param_groups)
+        for _, owned in self._owned:
+            self._inner.state.pop(owned.row, None)
+            if (layout := layouts[owned.name]) is None:
+                continue
+            found = {key: value for key, value in state[owned.name].items() if key != LAYOUT}
+            found = {key: value.to_local() if hasattr(value, "to_local") else value for key, value in found.items()}
+            if tuple(layout[1]) != owned.layout[1]:
+                for key in keys & found.keys():
+                    found[key] = owned.part_of(owned.whole(found[key], self._group, strides=layout[1]))
+            self._inner.state[owned.row] = found
 
     def begin(self) -> None:
         """Have the state that an optimizer has after a step with gradients of 0, which changes no parameter."""
