@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 and 3 ranks saw."""
     scenarios = ["modes", "changes", "accumulated", "scaled", "branches", "tuned", "nan_while_tuning"]
-    scenarios += ["extremes", "refused", "joined", "groups", "failed"]
+    scenarios += ["extremes", "refused", "joined", "groups", "late", "failed"]
     return run_ranks("tests.runtime.wire_ranks", scenarios, tmp_path_factory.mktemp("wire"), request.param)
 
 
@@ -128,6 +128,13 @@ def test_the_group_of_the_thread_that_sends_ends_with_the_model_and_is_in_the_wa
     for found in (told["groups"] for told in ranks):
         assert [(step["wrong"], step["alike"]) for step in found["gradients"]] == [([], True)] * 2
         assert found["ended"] >= 3  # the thread that sends, and those of gloo
+
+
+def test_a_rank_that_comes_late_to_its_first_messages_is_waited_for_as_long_as_the_group_waits(
+    ranks: list[Any],
+) -> None:
+    for found in (told["late"]["gradients"] for told in ranks):
+        assert [(step["wrong"], step["alike"]) for step in found] == [([], True)] * 2
 
 
 def test_messages_count_as_collectives_so_that_ranks_that_are_not_at_one_step_do_not_begin_to_tune(

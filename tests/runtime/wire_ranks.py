@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp.measure.low
 from mgwfbp import DistributedDataParallel, LinearCost, MergePlan, MgwfbpError
+from mgwfbp.runtime.messages import gloo
 from mgwfbp.runtime.reducer.kinds import kinds_of
 from mgwfbp.runtime.reducer.parameters import Parameters
 from mgwfbp.runtime.strategies import parallel
@@ -385,6 +386,24 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+def late() -> dict[str, Any]:
+    """A rank that comes to its first messages later than ranks wait that meet together: with a plan, and a copy."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(10)
+    module = Mlp()
+    model = DistributedDataParallel(module, plan=mixed_plan(module), wire="bfloat16", broadcast_buffers=False)
+    patience_s, gloo.MEET_S = gloo.MEET_S, 0.1
+    found = []
+    for step, one in enumerate((model, copy.deepcopy(model))):
+        local = local_gradients(one.module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+        if rank == world - 1:
+            time.sleep(2.5)  # stores may count whole seconds
+        one(batch(step, rank)).square().sum().backward()
+        found.append(compare(one, local))
+    gloo.MEET_S = patience_s
+    return {"gradients": found}
+
+
 def failed() -> dict[str, Any]:
     """A backward pass that fails on the last rank: the others must not wait longer than their group does."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -421,6 +440,7 @@ if __name__ == "__main__":
             "refused": refused,
             "joined": joined,
             "groups": groups,
+            "late": late,
             "failed": failed,
         }
     )

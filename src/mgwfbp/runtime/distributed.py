@@ -126,7 +126,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if is_ours:
             # The same on all ranks: they wrap the models of one group that are ours everywhere in one order.
             self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
-            self._begin(plan_was_given=plan is not None, together=given.get("init_sync", True))
+            # Ranks compare plans whatever was asked for, and so are together.
+            self._begin(plan_was_given=plan is not None, together=plan is not None or given.get("init_sync", True))
 
     def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
         """Agree with the other ranks on the plan, once parameters are known and before ranks exchange anything."""
@@ -183,10 +184,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return
         handle = self._handle = ReducerHandle(self)
         if self._plan is not None:
-            handle.set_buckets(handle.buckets_of(self._plan.groups), self._plan.wire)
+            self._take(self._plan, handle, together=together)
         follow_plans()
         self._self_tuning.begin(handle, together=together)
         self._strides = StrideWatch(self, handle)
+
+    def _take(self, plan: MergePlan, handle: ReducerHandle, *, together: bool) -> None:
+        """Give a plan to a Reducer that is new; with ``together`` to all, so that ranks meet before they train."""
+        buckets = handle.buckets_of(plan.groups)
+        if not together:
+            handle.set_buckets(buckets, plan.wire)
+            return
+        with on_device(self.device):
+            failed = give_together(handle, buckets, plan.wire)
+        if failed is not None:
+            raise PlanError(f"rank {failed[0]} cannot have the plan: {failed[1]}")
 
     @property
     def plan(self) -> MergePlan | None:

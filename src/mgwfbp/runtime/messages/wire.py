@@ -60,7 +60,7 @@ class WireGroup(MessageGroup):
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent before ranks meet; else they meet when the first is."""
+        """Whether ranks have met; else they meet when the first message is sent: a copy may be made on one alone."""
         return self._channel is not None
 
     def open(self, device: torch.device, number: int) -> None:

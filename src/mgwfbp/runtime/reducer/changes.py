@@ -27,10 +27,9 @@ def give_together(reducer: ReducerHandle, buckets: Buckets | None, wires: tuple[
     group = reducer.ddp.process_group
     if reducer.needs_wire(wires):
         number, failed, _ = try_together(lambda: number_beside(group), group)
-        if failed is not None:
-            return failed
-        (highest,) = reduce_values([number], "max", group)
-        _, failed, _ = try_together(lambda: reducer.open_wire(int(highest)), group)
+        if failed is None:
+            (highest,) = reduce_values([number], "max", group)
+            _, failed, _ = try_together(lambda: reducer.open_wire(int(highest)), group)
         if failed is not None:
             reducer.close_wire()
             return failed
