@@ -386,6 +386,23 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+def alone() -> dict[str, Any]:
+    """A plan in low precision for a rank by itself: what differs from gradients that nobody converted."""
+    rank = dist.get_rank()
+    own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    found: dict[str, Any] = {}
+    for wire in ("bfloat16", "float16"):
+        module = Mlp()
+        plan = mixed_plan(module, wire)
+        expected = own_gradients(module, batch(0, rank))
+        model = DistributedDataParallel(module, plan=plan, wire=wire, process_group=own)
+        loss(model(batch(0, rank))).backward()
+        unlike = [name for name, one in module.named_parameters() if not torch.equal(one.grad, expected[name])]  # type: ignore[arg-type]
+        model.replan(plan)
+        found[wire] = {"unlike": unlike, "said": low_names(model.plan)}
+    return found
+
+
 def late() -> dict[str, Any]:
     """A rank that comes to its first messages later than ranks wait that meet together: with a plan, and a copy."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -440,6 +457,7 @@ if __name__ == "__main__":
             "refused": refused,
             "joined": joined,
             "groups": groups,
+            "alone": alone,
             "late": late,
             "failed": failed,
         }

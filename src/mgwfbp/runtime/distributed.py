@@ -141,7 +141,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 raise PlanError(f"wire is {quote(wire)}, expected one of {', '.join(WIRES)}, or None")
             if wire is not None and (cannot := self._cannot_hold or cannot_wire(self)):
                 raise PlanError(f"wire={wire!r} cannot be had: {cannot}")
-            return None if requested is None else read_plan(requested, Parameters(self), wire)
+            workers = self.process_group.size()
+            return None if requested is None else read_plan(requested, Parameters(self), wire, workers)
 
         if reason := cannot_time(self.device):
             self._self_tuning.refuse(reason)
@@ -296,8 +297,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "the plan cannot be changed before the backward pass has ended, and it has not: some parameters "
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
-            shards = self._shards
-            found = None if plan is None else read_plan(plan, handle, self._wire, is_sharded=shards is not None)
+            shards, workers = self._shards, self.process_group.size()
+            found = None if plan is None else read_plan(plan, handle, self._wire, workers, is_sharded=bool(shards))
             if shards is not None:
                 shards.check(*(handle.torchs_groups, ()) if found is None else (found.groups, found.gathers))
             return found
