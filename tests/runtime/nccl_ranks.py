@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 import mgwfbp
 import mgwfbp.runtime.rows.shards
 from mgwfbp import DistributedDataParallel, FsdpPlan, MergePlan, ShardedOptimizer
+from mgwfbp.runtime.messages.wire import WireGroup
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
 from tests.runtime.wire_ways import by_hand
@@ -90,6 +91,22 @@ def low_precision(wire: str) -> dict[str, Any]:
             expected = by_hand([theirs[name] for theirs in everybody], wire).to(grad.dtype)
             wrong += not torch.equal(grad.cpu(), expected)
     return {"low": len(low), "wrong": wrong}
+
+
+def freed() -> list[float]:
+    """What is in memory that was a bucket's, freed while its message is late, and is taken by another tensor then."""
+    numbers, device = 2**22, torch.device("cuda", 0)
+    group = WireGroup(dist.group.WORLD)
+    group.take(("bfloat16",))
+    group.allreduce([torch.zeros(8, device=device)]).wait()
+    assert group._channel is not None
+    assert group._channel._stream is not None
+    with torch.cuda.stream(group._channel._stream):
+        torch.cuda._sleep(200_000_000)
+    group.allreduce([torch.ones(numbers, device=device)])  # whose work, and bucket, nobody keeps
+    others = [torch.full((numbers,), 7.0, device=device) for _ in range(4)]
+    torch.cuda.synchronize()
+    return [extreme.item() for other in others for extreme in other.aminmax()]
 
 
 def sharded(late: str) -> float:
@@ -212,6 +229,7 @@ def main() -> None:
     plan = make_plan(build(), 2)
     found["compiled"] = distance(partial(compiled, plan=plan))
     found["low precision"] = {wire: low_precision(wire) for wire in ("bfloat16", "float16")}
+    found["freed"] = freed()
     found["sharded"] = {name: sharded(name) for name in ("in time", "late", "at random")}
     found["two streams"] = two_streams()
     found["fsdp"] = fsdp() if hasattr(torch.distributed.fsdp, "fully_shard") else None

@@ -42,6 +42,11 @@ def test_messages_in_low_precision_are_what_is_worked_out_by_hand(ranks: list[An
         assert found["low precision"][wire]["wrong"] == 0
 
 
+def test_a_message_that_is_late_writes_to_no_memory_that_was_freed_meanwhile(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert set(found["freed"]) == {7.0}
+
+
 def test_a_sharded_optimizer_ends_where_torchs_class_ends_also_where_gathers_are_late(ranks: list[Any]) -> None:
     for found in ranks:
         assert found["sharded"] == {"in time": 0.0, "late": 0.0, "at random": 0.0}

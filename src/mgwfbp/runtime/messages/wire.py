@@ -87,6 +87,7 @@ class WireGroup(MessageGroup):
             else:
                 average_in(dtype, message, channel.group)
 
+        channel.keep(message)
         return work_of(channel.send(job, tensors))
 
 

@@ -132,7 +132,8 @@ class Shards:
             rows, received = channel.scratch(message, (self._world, layout.length))
             reduce_scatter(layout.pack(message.split(layout.counts), rows), own, received, channel.group, tag)
 
-        future = self._reduces.send(job, [message])
+        channel.keep(message)
+        future = channel.send(job, [message])
         self._arrived.append((known, (own, future)))
         return work_of(future)
 
