@@ -85,6 +85,7 @@ def test_the_tuner_tries_low_precision_and_says_what_travels_so(ranks: list[Any]
         assert "in bfloat16)" in found["words"] or "as they are)" in found["words"]
         assert found["plans"] == len(ranks)
         assert found["exact"] == ["settled", {}]  # precision is not given up for less than a million steps
+        assert found["doubles"] == ["settled", False]  # which travel as they are, so that nothing was learnt
         assert found["gradients"] == {"wrong": [], "alike": True, "low": 0}
 
 

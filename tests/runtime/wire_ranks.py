@@ -254,6 +254,10 @@ def tuned() -> dict[str, Any]:
     for step in range(200):
         if exact.tuning.state == "working":
             exact(batch(step, rank)).square().sum().backward()
+    doubles = DistributedDataParallel(Mlp().double(), wire="bfloat16", tune_steps=20, broadcast_buffers=False)
+    for step in range(200):
+        if doubles.tuning.state == "working":
+            doubles(batch(step, rank).double()).square().sum().backward()
     local = local_gradients(model.module, lambda of: batch(0, of))
     model.zero_grad()
     model(batch(0, rank)).square().sum().backward()
@@ -266,6 +270,7 @@ def tuned() -> dict[str, Any]:
         "knows": told.low_cost is not None and "low_cost" in told.to_json(),
         "words": repr(told),
         "exact": [exact.tuning.state, exact.tuning.low_bytes],
+        "doubles": [doubles.tuning.state, "low_cost" in doubles.tuning.to_json()],
         "plans": plans.count(plans[0]),
         "gradients": {**compare(model, local), "low": 0},
     }
