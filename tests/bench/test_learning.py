@@ -34,4 +34,7 @@ def test_the_few_slow_messages_count_in_either_precision() -> None:
     swept = PiecewiseCost(2, ((0, 1e-3), (1000, 2e-3)))
     known = Learner(Gradients("toy", ("a",), (1000,)), 2, swept, {1000: [2e-3, 2e-3, 8e-3]}, {1000: [1e-3, 1e-3, 4e-3]})
     means = in_means(known)
-    assert [dict(cost.source["under_load"]) for cost in (means.cost, means.low_cost)] == [{1000: 4e-3}, {1000: 2e-3}]
+    assert [dict(cost.source["under_load"]) for cost in (means.both.full, means.both.low)] == [
+        {1000: 4e-3},
+        {1000: 2e-3},
+    ]

@@ -6,12 +6,13 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 import mgwfbp
 import mgwfbp.runtime.rows.shards
 from mgwfbp import DistributedDataParallel, FsdpPlan, MergePlan, ShardedOptimizer
+from mgwfbp.runtime.messages.wire import WireGroup
 from mgwfbp.runtime.strategies import parallel
 from tests.runtime.models import make_plan
 from tests.runtime.shard_ways import MODES, OPTIMIZERS, Way, beside_torchs, difference, sums
 from tests.runtime.shard_ways import train as train_way
-from tests.runtime.wire_ways import by_hand
+from tests.runtime.wire_ways import BITS, by_hand, gathered, low_names, mixed_plan
 
 CYCLES = 50_000_000  # about 30 ms of a GPU
 WIDTH, DEPTH, STEPS = 1024, 3, 4  # gradients of 4 MiB: a message takes long enough to be missed
@@ -72,30 +74,119 @@ def observed(strategy: str) -> dict[str, Any]:
     return {"messages": len(timeline.messages), "seconds": seconds}
 
 
-def low_precision(wire: str) -> dict[str, Any]:
-    """Gradients of messages of which every second travels in low precision, beside those worked out by hand."""
-    module = build()
-    plan = make_plan(module, 2)
-    plan = replace(plan, wire=tuple(wire if place % 2 else "" for place in range(plan.num_groups)))
-    model = DistributedDataParallel(module, plan=plan, wire=wire)
-    low = {name for group, one in zip(plan.groups, plan.wires, strict=True) if one for name in group}
-    wrong = 0
+class Partly(nn.Module):
+    """Layers, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 8).cuda()
+        self.used = build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+# Ways in which models are trained: what DDP is told, and how many backward passes a step has.
+WAYS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
+    "plain": (build, {}, 1),
+    "views": (build, {"gradient_as_bucket_view": True}, 1),
+    "static": (build, {"static_graph": True}, 1),
+    "unused": (Partly, {"find_unused_parameters": True}, 1),
+    "accumulated": (build, {}, 2),
+    "accumulated, views": (build, {"gradient_as_bucket_view": True}, 2),
+}
+
+
+def low_precision(wire: str, way: str) -> dict[str, Any]:
+    """Gradients of messages of which every second travels in low precision, beside those worked out by hand.
+
+    Also whether ranks had exchanged something, so that nccl was connected, before the first backward pass.
+    """
+    make, arguments, passes = WAYS[way]
+    alone, module = make(), make()
+    plan = mixed_plan(module, wire)
+    low, wrong = low_names(plan), list[str]()
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        model = DistributedDataParallel(module, plan=plan, wire=wire, **arguments)
+        has_met = exchange.call_count > 0
+    data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())).cuda()
-        with model.no_sync():
-            model.zero_grad()
-            model(x).square().mean().backward()
-        mine = {name: one.grad.cpu() for name, one in module.named_parameters() if one.grad is not None}
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, mine)
+        alone.zero_grad()
         model.zero_grad()
-        model(x).square().mean().backward()
-        for name in low:
+        # A static graph, and which buckets there are, is learnt in a step that sends.
+        batches = [torch.randn(16, WIDTH, generator=data).cuda() for _ in range(passes if step else 1)]
+        for place, x in enumerate(batches):
+            alone(x).square().mean().backward()
+            with nullcontext() if place == len(batches) - 1 else model.no_sync():
+                model(x).square().mean().backward()
+        mine = {name: None if one.grad is None else one.grad.cpu() for name, one in alone.named_parameters()}
+        for name, theirs in gathered(mine).items():
             grad = module.get_parameter(name).grad
-            assert grad is not None
-            expected = by_hand([theirs[name] for theirs in everybody], wire).to(grad.dtype)
-            wrong += not torch.equal(grad.cpu(), expected)
-    return {"low": len(low), "wrong": wrong}
+            if grad is None or theirs[0] is None:
+                wrong += [] if grad is theirs[0] else [name]
+            elif name in low:
+                wrong += [] if torch.equal(grad.cpu(), by_hand(theirs, wire)) else [name]
+    return {"low": len(low), "wrong": wrong, "has met": has_met}
+
+
+def scaled(wire: str) -> dict[str, Any]:
+    """A GradScaler, and a loss that is infinite on the last rank in the third step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module = build()
+    model = DistributedDataParallel(module, plan=mixed_plan(module, wire), wire=wire)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=1000)
+    data = torch.Generator().manual_seed(rank)
+    scales, moved = [], []
+    for step in range(STEPS):
+        before = torch.cat([one.detach().flatten() for one in module.parameters()])
+        optimizer.zero_grad()
+        value = model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean()
+        scaler.scale(value * (float("inf") if step == 2 and rank == world - 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = torch.cat([one.detach().flatten() for one in module.parameters()])
+        scales.append(scaler.get_scale())
+        moved.append(not torch.equal(before, after))
+    everybody = [torch.empty_like(after) for _ in range(world)]
+    dist.all_gather(everybody, after)
+    alike = all(torch.equal(one, after) for one in everybody)
+    return {"scales": scales, "moved": moved, "alike": alike, "finite": bool(after.isfinite().all())}
+
+
+def tuned() -> dict[str, Any]:
+    """A model that tunes itself, precision included."""
+    model = DistributedDataParallel(build(), wire="bfloat16", tune_steps=60)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(400):
+        if model.tuning.state == "working":
+            model(torch.randn(16, WIDTH, generator=data).cuda()).square().mean().backward()
+    told = model.tuning
+    plans: list[Any] = [None] * dist.get_world_size()
+    assert model.plan is not None
+    dist.all_gather_object(plans, model.plan.messages)
+    return {
+        "state": [told.state, told.reason],
+        "tried": [one.plan.wire != () for one in told.candidates],
+        "knows": told.low_cost is not None,
+        "alike": all(one == plans[0] for one in plans),
+    }
+
+
+def freed() -> list[float]:
+    """What is in memory that was a bucket's, freed while its message is late, and is taken by another tensor then."""
+    numbers, device = 2**22, torch.device("cuda", 0)
+    group = WireGroup(dist.group.WORLD, device)
+    group.take(("bfloat16",))
+    group.allreduce([torch.zeros(8, device=device)]).wait()
+    assert group._channel is not None
+    assert group._channel._stream is not None
+    with torch.cuda.stream(group._channel._stream):
+        torch.cuda._sleep(200_000_000)
+    group.allreduce([torch.ones(numbers, device=device)])  # whose work, and bucket, nobody keeps
+    others = [torch.full((numbers,), 7.0, device=device) for _ in range(4)]
+    torch.cuda.synchronize()
+    return [extreme.item() for other in others for extreme in other.aminmax()]
 
 
 @contextmanager
@@ -152,7 +243,7 @@ def read_batch_statistics(model: Any, *_: Any) -> list[float]:
 
 
 # Sizes of these models do not divide by the number of ranks, and rank 0 broadcasts batch statistics beside gathers.
-WAYS = {
+SHARDED_WAYS = {
     **{name: OPTIMIZERS[name] for name in ("Adam", "AdamW foreach", "AdamW fused")},
     **{name: MODES[name] for name in ("accumulation", "autocast", "channels last", "dtypes", "static graph", "unused")},
     **{name: way for name, way in MODES.items() if "clip" in name or "scaler" in name or "half" in name},
@@ -164,7 +255,7 @@ WAYS = {
 def sharded_ways() -> dict[str, float]:
     """How far training in many ways ends from torch's class, with both kinds of messages late at random."""
     with late_messages(("all_gather", "reduce_scatter"), CYCLES // 10, at_random=True):
-        return {name: beside_torchs(way, steps=8) for name, way in WAYS.items()}
+        return {name: beside_torchs(way, steps=8) for name, way in SHARDED_WAYS.items()}
 
 
 def state_on_host() -> dict[str, Any]:
@@ -272,7 +363,10 @@ def main() -> None:
     found["auto"] = distance(partial(parallel, strategy="auto"), steps=120)
     plan = make_plan(build(), 2)
     found["compiled"] = distance(partial(compiled, plan=plan))
-    found["low precision"] = {wire: low_precision(wire) for wire in ("bfloat16", "float16")}
+    found["low precision"] = {f"{wire}, {way}": low_precision(wire, way) for wire in BITS for way in WAYS}
+    found["scaled"] = {wire: scaled(wire) for wire in BITS}
+    found["tuned"] = tuned()
+    found["freed"] = freed()
     found["sharded"] = {
         "in time": sharded(),
         "late": sharded("all_gather"),

@@ -97,6 +97,13 @@ def test_where_the_backward_pass_hides_all_no_message_travels_in_low_precision()
     assert verdict.comparison.turns > 0
 
 
+def test_what_messages_in_low_precision_cost_is_not_said_where_none_can_be_sent() -> None:
+    world = quiet("10gbe", 4, "resnet50-h200-b32")
+    verdict = tune_in(world, wire="bfloat16", allowed=lambda plan: replace(plan, wire=()))
+    assert verdict.low_cost is None
+    assert not any(one.plan.wire for one in verdict.candidates)
+
+
 def test_a_plan_in_force_that_sends_in_low_precision_takes_part_when_it_is_looked_again() -> None:
     world = quiet("10gbe", 4, "resnet50-h200-b32")
     before = tune_in(world, wire="bfloat16").candidates[0].plan

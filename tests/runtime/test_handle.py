@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mgwfbp.errors import PlanError
 from mgwfbp.measure.clock import HostClock
 from mgwfbp.measure.group_buffer import device_of, on_device, raise_readably
-from mgwfbp.runtime.messages.stand_ins import Script
+from mgwfbp.runtime.messages.stand_ins import MessageGroup, Script
 from mgwfbp.runtime.observe.observer import Observer
 from mgwfbp.runtime.reducer import support
 from mgwfbp.runtime.reducer.handle import ReducerHandle, held_buckets
@@ -111,6 +111,22 @@ class Alone(Script):
 
     def allreduce(self, tensors: list[Tensor], *_: object) -> Any:
         return self._done(tensors)
+
+
+class AsTheyAre(MessageGroup):
+    """Sends messages as they are."""
+
+    def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
+        return self.group.allreduce(tensors, *options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_bucket_counts_as_a_message_whatever_numbers_it_holds(dtype: torch.dtype) -> None:
+    group = AsTheyAre(Alone())
+    group.allreduce([torch.zeros(2, dtype=dtype)])
+    assert group.sent == 1
+    group.allreduce([torch.zeros(2, dtype=torch.int32)])  # which parameters were used
+    assert group.sent == 1
 
 
 class Trainee(threading.Thread):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU"),
     pytest.mark.skipif(os.geteuid() != 0, reason="emulated hosts need root"),
 ]
@@ -23,7 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("nccl")
     rank = [sys.executable, "-m", "tests.runtime.nccl_ranks", str(folder)]
     lab = [sys.executable, "-m", "mgwfbp", "lab", "--hosts", "2", "--rate", "1gbit", "--", *rank]
-    done = subprocess.run(lab, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(lab, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -35,11 +35,42 @@ def test_training_ends_where_torchs_class_ends(ranks: list[Any], strategy: str) 
     assert [found[strategy] for found in ranks if not found[strategy] <= allowed] == []
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-def test_messages_in_low_precision_are_what_is_worked_out_by_hand(ranks: list[Any], wire: str) -> None:
+def test_messages_in_low_precision_are_what_is_worked_out_by_hand_whatever_ddp_is_told(ranks: list[Any]) -> None:
+    for found in (one["low precision"] for one in ranks):
+        assert len(found) == 12
+        for name, told in found.items():
+            assert told["low"] > 0, name
+            assert told["wrong"] == [], name
+
+
+def test_nccl_connects_for_low_precision_before_the_first_backward_pass(ranks: list[Any]) -> None:
     for found in ranks:
-        assert found["low precision"][wire]["low"] > 0
-        assert found["low precision"][wire]["wrong"] == 0
+        assert all(told["has met"] for told in found["low precision"].values())
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_the_gradient_scalers_of_all(
+    ranks: list[Any], wire: str
+) -> None:
+    for found in (one["scaled"][wire] for one in ranks):
+        assert found["scales"] == [2.0**20] * 2 + [2.0**19] * 2
+        assert found["moved"] == [True, True, False, True]
+        assert found["alike"]
+        assert found["finite"]
+
+
+def test_the_tuner_tries_low_precision_and_settles_on_one_plan_for_all(ranks: list[Any]) -> None:
+    for found in (one["tuned"] for one in ranks):
+        assert found["state"][0] == "settled", found["state"]
+        assert any(found["tried"])
+        assert not all(found["tried"])
+        assert found["knows"]
+        assert found["alike"]
+
+
+def test_a_message_that_is_late_writes_to_no_memory_that_was_freed_meanwhile(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert set(found["freed"]) == {7.0}
 
 
 def test_a_sharded_optimizer_ends_where_torchs_class_ends_also_where_gathers_are_late(ranks: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """Messages in low precision, on real processes, beside the same arithmetic done by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 and 3 ranks saw."""
     scenarios = ["modes", "changes", "accumulated", "scaled", "branches", "tuned", "nan_while_tuning"]
-    scenarios += ["extremes", "refused", "joined", "groups", "failed"]
+    scenarios += ["extremes", "refused", "joined", "groups", "alone", "late", "failed"]
     return run_ranks("tests.runtime.wire_ranks", scenarios, tmp_path_factory.mktemp("wire"), request.param)
 
 
@@ -84,6 +85,7 @@ def test_the_tuner_tries_low_precision_and_says_what_travels_so(ranks: list[Any]
         assert "in bfloat16)" in found["words"] or "as they are)" in found["words"]
         assert found["plans"] == len(ranks)
         assert found["exact"] == ["settled", {}]  # precision is not given up for less than a million steps
+        assert found["doubles"] == ["settled", False]  # which travel as they are, so that nothing was learnt
         assert found["gradients"] == {"wrong": [], "alike": True, "low": 0}
 
 
@@ -128,6 +130,18 @@ def test_the_group_of_the_thread_that_sends_ends_with_the_model_and_is_in_the_wa
     for found in (told["groups"] for told in ranks):
         assert [(step["wrong"], step["alike"]) for step in found["gradients"]] == [([], True)] * 2
         assert found["ended"] >= 3  # the thread that sends, and those of gloo
+
+
+def test_a_rank_by_itself_gives_up_no_precision(ranks: list[Any], tmp_path: Path) -> None:
+    for told in [*ranks, *run_ranks("tests.runtime.wire_ranks", ["alone"], tmp_path, 1)]:
+        assert told["alone"] == {wire: {"unlike": [], "said": []} for wire in ("bfloat16", "float16")}
+
+
+def test_a_rank_that_comes_late_to_its_first_messages_is_waited_for_as_long_as_the_group_waits(
+    ranks: list[Any],
+) -> None:
+    for found in (told["late"]["gradients"] for told in ranks):
+        assert [(step["wrong"], step["alike"]) for step in found] == [([], True)] * 2
 
 
 def test_messages_count_as_collectives_so_that_ranks_that_are_not_at_one_step_do_not_begin_to_tune(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp.measure.low
 from mgwfbp import DistributedDataParallel, LinearCost, MergePlan, MgwfbpError
+from mgwfbp.runtime.messages import gloo
 from mgwfbp.runtime.reducer.kinds import kinds_of
 from mgwfbp.runtime.reducer.parameters import Parameters
 from mgwfbp.runtime.strategies import parallel
@@ -253,6 +254,10 @@ def tuned() -> dict[str, Any]:
     for step in range(200):
         if exact.tuning.state == "working":
             exact(batch(step, rank)).square().sum().backward()
+    doubles = DistributedDataParallel(Mlp().double(), wire="bfloat16", tune_steps=20, broadcast_buffers=False)
+    for step in range(200):
+        if doubles.tuning.state == "working":
+            doubles(batch(step, rank).double()).square().sum().backward()
     local = local_gradients(model.module, lambda of: batch(0, of))
     model.zero_grad()
     model(batch(0, rank)).square().sum().backward()
@@ -265,6 +270,7 @@ def tuned() -> dict[str, Any]:
         "knows": told.low_cost is not None and "low_cost" in told.to_json(),
         "words": repr(told),
         "exact": [exact.tuning.state, exact.tuning.low_bytes],
+        "doubles": [doubles.tuning.state, "low_cost" in doubles.tuning.to_json()],
         "plans": plans.count(plans[0]),
         "gradients": {**compare(model, local), "low": 0},
     }
@@ -385,6 +391,41 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+def alone() -> dict[str, Any]:
+    """A plan in low precision for a rank by itself: what differs from gradients that nobody converted."""
+    rank = dist.get_rank()
+    own = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    found: dict[str, Any] = {}
+    for wire in ("bfloat16", "float16"):
+        module = Mlp()
+        plan = mixed_plan(module, wire)
+        expected = own_gradients(module, batch(0, rank))
+        model = DistributedDataParallel(module, plan=plan, wire=wire, process_group=own)
+        loss(model(batch(0, rank))).backward()
+        unlike = [name for name, one in module.named_parameters() if not torch.equal(one.grad, expected[name])]  # type: ignore[arg-type]
+        model.replan(plan)
+        found[wire] = {"unlike": unlike, "said": low_names(model.plan)}
+    return found
+
+
+def late() -> dict[str, Any]:
+    """A rank that comes to its first messages later than ranks wait that meet together: with a plan, and a copy."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(10)
+    module = Mlp()
+    model = DistributedDataParallel(module, plan=mixed_plan(module), wire="bfloat16", broadcast_buffers=False)
+    patience_s, gloo.MEET_S = gloo.MEET_S, 0.1
+    found = []
+    for step, one in enumerate((model, copy.deepcopy(model))):
+        local = local_gradients(one.module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+        if rank == world - 1:
+            time.sleep(2.5)  # stores may count whole seconds
+        one(batch(step, rank)).square().sum().backward()
+        found.append(compare(one, local))
+    gloo.MEET_S = patience_s
+    return {"gradients": found}
+
+
 def failed() -> dict[str, Any]:
     """A backward pass that fails on the last rank: the others must not wait longer than their group does."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -421,6 +462,8 @@ if __name__ == "__main__":
             "refused": refused,
             "joined": joined,
             "groups": groups,
+            "alone": alone,
+            "late": late,
             "failed": failed,
         }
     )

@@ -5,7 +5,7 @@ A world answers what the tuner's script asks (`mgwfbp.runtime.tune.decide`), ste
 
 import math
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -148,6 +148,7 @@ def tune_in(
     in_force: MergePlan | None = None,
     wire: str | None = None,
     most_bytes: float = math.inf,
+    allowed: Callable[[MergePlan], MergePlan] = lambda plan: plan,
 ) -> Verdict:
     """Let the tuner's script work in a world, where torch's buckets are in force or another plan is."""
     torchs, force = (world.default, in_force) if in_force else (None, world.default)
@@ -155,7 +156,7 @@ def tune_in(
     situation = Situation(
         world.gradients, world.cost.workers, force, torchs=torchs, wire=wire, gathers=gathers, most_bytes=most_bytes
     )
-    script: Generator[Turn, Seen, Verdict] = decide(situation, lambda plan: plan, limits or Limits())
+    script: Generator[Turn, Seen, Verdict] = decide(situation, allowed, limits or Limits())
     try:
         turn = next(script)
         while True:

@@ -103,8 +103,7 @@ def learn(
         terms.append(_terms(contender, seen, known.gradients.sizes_of(contender.plan.groups), recorded, swept))
     assert known is not None  # noqa: S101 - there is a contender
     known = in_means(known)
-    low_cost = known.low_cost if known.low_messages_s else None
-    return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms), low_cost)
+    return Learnt(replace(known.trace, model=recorded.model), known.cost, tuple(terms), known.low_cost)
 
 
 def in_means(known: Learner) -> Learner:

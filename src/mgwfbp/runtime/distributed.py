@@ -126,7 +126,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if is_ours:
             # The same on all ranks: they wrap the models of one group that are ours everywhere in one order.
             self._number = next(_NUMBERS[getattr(self.process_group, "group_name", "")])
-            self._begin(plan_was_given=plan is not None, together=given.get("init_sync", True))
+            # Ranks compare plans whatever was asked for, and so are together.
+            self._begin(plan_was_given=plan is not None, together=plan is not None or given.get("init_sync", True))
 
     def _agree_on_plan(self, plan: PlanLike | None, given: Mapping[str, Any]) -> None:
         """Agree with the other ranks on the plan, once parameters are known and before ranks exchange anything."""
@@ -140,7 +141,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 raise PlanError(f"wire is {quote(wire)}, expected one of {', '.join(WIRES)}, or None")
             if wire is not None and (cannot := self._cannot_hold or cannot_wire(self)):
                 raise PlanError(f"wire={wire!r} cannot be had: {cannot}")
-            return None if requested is None else read_plan(requested, Parameters(self), wire)
+            workers = self.process_group.size()
+            return None if requested is None else read_plan(requested, Parameters(self), wire, workers)
 
         if reason := cannot_time(self.device):
             self._self_tuning.refuse(reason)
@@ -183,10 +185,21 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return
         handle = self._handle = ReducerHandle(self)
         if self._plan is not None:
-            handle.set_buckets(handle.buckets_of(self._plan.groups), self._plan.wire)
+            self._take(self._plan, handle, together=together)
         follow_plans()
         self._self_tuning.begin(handle, together=together)
         self._strides = StrideWatch(self, handle)
+
+    def _take(self, plan: MergePlan, handle: ReducerHandle, *, together: bool) -> None:
+        """Give a plan to a Reducer that is new; with ``together`` to all, so that ranks meet before they train."""
+        buckets = handle.buckets_of(plan.groups)
+        if not together:
+            handle.set_buckets(buckets, plan.wire)
+            return
+        with on_device(self.device):
+            failed = give_together(handle, buckets, plan.wire)
+        if failed is not None:
+            raise PlanError(f"rank {failed[0]} cannot have the plan: {failed[1]}")
 
     @property
     def plan(self) -> MergePlan | None:
@@ -284,8 +297,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     "the plan cannot be changed before the backward pass has ended, and it has not: some parameters "
                     "got no gradient (find_unused_parameters=True allows that)"
                 )
-            shards = self._shards
-            found = None if plan is None else read_plan(plan, handle, self._wire, is_sharded=shards is not None)
+            shards, workers = self._shards, self.process_group.size()
+            found = None if plan is None else read_plan(plan, handle, self._wire, workers, is_sharded=bool(shards))
             if shards is not None:
                 shards.check(*(handle.torchs_groups, ()) if found is None else (found.groups, found.gathers))
             return found

@@ -82,6 +82,14 @@ class Channel:
         first, second = (half.view(like.dtype)[:count].view(shape) for half in halves)
         return first, second
 
+    def keep(self, bucket: Tensor) -> None:
+        """Let nobody else have a bucket's memory before the jobs so far are done, whoever frees it.
+
+        After a backward pass that failed, buckets may be freed by a stream that has not waited for this one.
+        """
+        if self._stream is not None:
+            bucket.record_stream(self._stream)
+
     def send(self, job: Job, result: list[Tensor]) -> Tensors:
         """Do a job once those before it are done; return what is fulfilled with ``result`` when it is.
 

@@ -49,7 +49,7 @@ ONE_THREAD = "gloo_one_thread"
 # [Note: the end of a process]
 MOMENT_S = 0.05
 
-# How long ranks wait for one another before they make a group beside another; all come from the same collective.
+# How long ranks that come from the same collective wait for one another before they make a group beside another.
 MEET_S = 30.0
 
 _c10d: Any = dist.distributed_c10d
@@ -157,22 +157,24 @@ def gloo_beside(group: Any, number: int | None = None) -> Any:
 
     Args:
         group: whose ranks meet.
-        number: the same on all ranks, and never used before, see `number_beside`; None where all calls so far have
-            succeeded on all ranks, so that all count alike.
+        number: the same on all ranks, which come from one collective, and never used before, see `number_beside`; None
+            where all calls so far have succeeded on all ranks, so that all count alike, and each comes when it sends.
 
     Raises:
-        MeasureError: after `MEET_S`, where another rank failed before it met the others.
+        MeasureError: after `MEET_S`, or without a number the group's timeout, where another rank has not come.
     """
+    timeout = group_timeout(group, torch.device("cpu")) or dist.default_pg_timeout
+    patience = timeout if number is None else min(timeout, timedelta(seconds=MEET_S))
     number = number_beside(group) if number is None else number
     store = _c10d.PrefixStore(str(number), store_of(group, "beside"))
-    timeout = group_timeout(group, torch.device("cpu")) or dist.default_pg_timeout
     # gloo would wait for the others as long as for a message.
     if store.add("here", 1) == group.size():
         store.set("all here", "yes")
     try:
-        store.wait(["all here"], min(timeout, timedelta(seconds=MEET_S)))
+        store.wait(["all here"], patience)
     except RuntimeError as error:
         raise MeasureError(
-            f"not all ranks came to make a gloo group beside {group.group_name}: one failed, or is late by {MEET_S:g} s"
+            f"not all ranks came to make a gloo group beside {group.group_name}: one failed, or is late by "
+            f"{patience.total_seconds():g} s"
         ) from error
     return _c10d.ProcessGroupGloo(store, group.rank(), group.size(), timeout)

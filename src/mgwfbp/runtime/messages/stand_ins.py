@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FreesFirst", "MessageGroup", "NoZeros", "ObservedGroup", "OnMessage", "Script", "StandInGroup", "observed"]
+__all__ = [
+    "FreesFirst",
+    "MessageGroup",
+    "NoZeros",
+    "ObservedGroup",
+    "OnMessage",
+    "Script",
+    "StandInGroup",
+    "holds_gradients",
+    "observed",
+]
 
 # Called with each message before it is sent; returns what shall be called with its future, if anything.
 OnMessage = Callable[[Tensor], Callable[[Any], None] | None]
@@ -78,7 +88,7 @@ class MessageGroup(StandInGroup):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send a message in that way; what holds no gradients as it is."""
-        if not tensors[0].is_floating_point():  # which parameters were used is said in whole numbers
+        if not holds_gradients(tensors[0]):
             return self.group.allreduce(tensors, *options)
         self.sent += 1
         return self.send_message(tensors, *options)
@@ -86,6 +96,14 @@ class MessageGroup(StandInGroup):
     def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send the gradients of a bucket; return what the Reducer waits for."""
         raise NotImplementedError
+
+
+def holds_gradients(message: Tensor) -> bool:
+    """Say whether a Reducer sends a bucket, or in whole numbers which parameters were used.
+
+    Buckets of complex numbers come as such from some versions of torch, from others as real ones.
+    """
+    return message.is_floating_point() or message.is_complex()
 
 
 class ObservedGroup(StandInGroup):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mgwfbp.errors import PlanError
+from mgwfbp.measure.halves import queue_collective
 from mgwfbp.measure.low import average_in
 from mgwfbp.runtime.messages.channel import Channel, work_of
 from mgwfbp.runtime.messages.gloo import store_of
@@ -52,20 +53,26 @@ class WireGroup(MessageGroup):
     A Reducer sends all its buckets in every reduction, in order, or fails: so it is counted which one is meant.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__(group)
         self._wires: tuple[str, ...] = ()
         self._next = 0
+        self._device = device
         self._channel: Channel | None = None
+        # Allocated before ranks meet: who has no memory for it would leave the others in the collective.
+        self._greeting = torch.zeros(2, group.size(), dtype=torch.uint8, device=device)
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent before ranks meet; else they meet when the first is."""
+        """Whether ranks have met; else they meet when the first message is sent: a copy may be made on one alone."""
         return self._channel is not None
 
-    def open(self, device: torch.device, number: int) -> None:
-        """Let ranks meet now, see `gloo_beside`."""
-        self._channel = Channel(self.group, device, number)
+    def open(self, number: int) -> None:
+        """Let ranks meet now, see `gloo_beside`; nccl connects two of them when they first exchange something."""
+        channel = self._channel = Channel(self.group, self._device, number)
+        if self._device.type == "cuda":
+            received, sent = self._greeting
+            channel.send(lambda: queue_collective(dist.all_to_all_single, received, sent, self.group), [])
 
     def take(self, wires: Sequence[str]) -> None:
         """Send the messages of later steps so, one word each; between two steps."""
@@ -79,7 +86,7 @@ class WireGroup(MessageGroup):
         dtype = dtype_of(wire) if wire and not message.is_sparse and message.dtype is torch.float32 else None
         if message.is_cuda and dtype is None:
             return self.group.allreduce(tensors, *options)
-        channel = self._channel = self._channel or Channel(self.group, message.device)
+        channel = self._channel = self._channel or Channel(self.group, self._device)
 
         def job() -> None:
             if dtype is None:
@@ -87,6 +94,7 @@ class WireGroup(MessageGroup):
             else:
                 average_in(dtype, message, channel.group)
 
+        channel.keep(message)
         return work_of(channel.send(job, tensors))
 
 

@@ -175,13 +175,13 @@ class Learner:
         return self._costs[0]
 
     @property
-    def low_cost(self) -> PiecewiseCost:
-        """That of a message in low precision: learnt over what half the bytes cost as they are."""
-        return self._costs[1]
+    def low_cost(self) -> PiecewiseCost | None:
+        """That of a message in low precision, learnt over what half the bytes cost as they are; None: none was seen."""
+        return self._costs[1] if self.low_messages_s else None
 
     @property
     def both(self) -> WireCost:
-        """The two."""
+        """The two; where no message in low precision was seen, that of half the bytes."""
         return WireCost(*self._costs)
 
     @property

@@ -16,6 +16,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import problem_of
 from mgwfbp.measure.clock import Clock, Moment
 from mgwfbp.measure.hooks import GradientHooks
+from mgwfbp.runtime.messages.stand_ins import holds_gradients
 from mgwfbp.runtime.reducer.handle import ReducerHandle, when_backward_has_ended
 
 __all__ = ["ObservedMessage", "ObservedStep", "Observer", "weakly"]
@@ -296,8 +297,7 @@ class Observer:
             self._is_in_backward = True
         self._has_sent = True
         step = self._current
-        # Which parameters were used is said in whole numbers, and is no message of gradients.
-        if step is None or not self._notes_messages or not message.is_floating_point():
+        if step is None or not self._notes_messages or not holds_gradients(message):
             return None
         sent = _Sent(message.nbytes, self._now())
         step.messages.append(sent)

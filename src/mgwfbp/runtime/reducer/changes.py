@@ -8,7 +8,6 @@ forgets when it is made anew (which gradients a static graph has, say) it forget
 
 from mgwfbp.errors import PlanError
 from mgwfbp.measure.agreement import reduce_values, try_together
-from mgwfbp.runtime.messages.gloo import number_beside
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.parameters import Buckets
 
@@ -26,11 +25,10 @@ def give_together(reducer: ReducerHandle, buckets: Buckets | None, wires: tuple[
     """
     group = reducer.ddp.process_group
     if reducer.needs_wire(wires):
-        number, failed, _ = try_together(lambda: number_beside(group), group)
-        if failed is not None:
-            return failed
-        (highest,) = reduce_values([number], "max", group)
-        _, failed, _ = try_together(lambda: reducer.open_wire(int(highest)), group)
+        number, failed, _ = try_together(reducer.make_wire, group)
+        if failed is None:
+            (highest,) = reduce_values([number], "max", group)
+            _, failed, _ = try_together(lambda: reducer.open_wire(int(highest)), group)
         if failed is not None:
             reducer.close_wire()
             return failed

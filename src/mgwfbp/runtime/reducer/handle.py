@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
 from mgwfbp.measure.agreement import problem_of
+from mgwfbp.runtime.messages.gloo import number_beside
 from mgwfbp.runtime.messages.stand_ins import FreesFirst, NoZeros, ObservedGroup, OnMessage, Script, observed
 from mgwfbp.runtime.messages.wire import WireGroup
 from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
@@ -334,16 +335,20 @@ class ReducerHandle(Parameters):
         return self._wire_group is not None and self._wire_group.group is self.ddp.process_group
 
     def needs_wire(self, wires: Sequence[str]) -> bool:
-        """Say whether ranks must meet, `open_wire`, before messages can travel in these precisions."""
+        """Say whether ranks must meet, `make_wire` and `open_wire`, before messages travel in these precisions."""
         return bool(wires) and not (self._has_wire and self._wire_group.is_open)
 
+    def make_wire(self) -> int:
+        """Make what messages in low precision travel through; return a number that is new on this rank."""
+        self._wire_group = WireGroup(self.ddp.process_group, self.parameters[0].device)
+        return number_beside(self.ddp.process_group)
+
     def open_wire(self, number: int) -> None:
-        """Make what messages in low precision travel through. All ranks must call it, with one number for all.
+        """Let ranks meet there. All must call it once all have made it, with the highest number for all.
 
         Where ranks do not, or one fails, it fails on the others after a while.
         """
-        self._wire_group = WireGroup(self.ddp.process_group)
-        self._wire_group.open(self.parameters[0].device, number)
+        self._wire_group.open(number)
 
     def close_wire(self) -> None:
         """Forget it, where it was not made on all ranks."""
@@ -354,7 +359,7 @@ class ReducerHandle(Parameters):
         group, stand_in = self.ddp.process_group, None
         if self.wires:
             if not self._has_wire:
-                self._wire_group = WireGroup(group)
+                self._wire_group = WireGroup(group, self.parameters[0].device)
             stand_in = self._wire_group
             stand_in.take(self.wires)
         if self._shard_group is not None:

@@ -57,8 +57,10 @@ def check_kinds(plan: MergePlan, kinds: Mapping[str, Kind]) -> None:
                 )
 
 
-def read_plan(plan: PlanLike, own: Parameters, wire: str | None, *, is_sharded: bool = False) -> MergePlan:
-    """Read a plan and check that a model's gradients can be sent as it says."""
+def read_plan(
+    plan: PlanLike, own: Parameters, wire: str | None, workers: int, *, is_sharded: bool = False
+) -> MergePlan:
+    """Read a plan and check that a model's gradients can be sent as it says; one worker alone gives up no precision."""
     loaded = plan if isinstance(plan, MergePlan) else MergePlan.load(plan)
     if any(name != uncompiled(name) for name in loaded.layer_names):  # made for the compiled model
         groups, gathers = (
@@ -70,7 +72,7 @@ def read_plan(plan: PlanLike, own: Parameters, wire: str | None, *, is_sharded: 
     check_wire(loaded.wire, wire)
     kinds = kinds_of(own)
     check_kinds(loaded, kinds)
-    return _as_sent(loaded, kinds)
+    return replace(loaded, wire=(), predicted={}) if loaded.wire and workers == 1 else _as_sent(loaded, kinds)
 
 
 def _as_sent(plan: MergePlan, kinds: Mapping[str, Kind]) -> MergePlan:

@@ -152,7 +152,8 @@ class Shards:
             rows, received = channel.scratch(message, (self._world, layout.length))
             reduce_scatter(layout.pack(message.split(layout.counts), rows), own, received, channel.group, tag)
 
-        self._sent.append(self._reduces.send(job, [message]))
+        channel.keep(message)
+        self._sent.append(channel.send(job, [message]))
         self._arrived.append((known, lambda: own))
         return work_of(self._sent[-1])
 

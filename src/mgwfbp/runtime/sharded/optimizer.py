@@ -151,12 +151,13 @@ class ShardedOptimizer(optim.Optimizer):
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
         """Return the plan that all ranks have, if any."""
+        group = self._model.process_group
 
         def prepare() -> MergePlan | None:
-            return None if plan is None else read_plan(plan, self._own, None, is_sharded=True)
+            return None if plan is None else read_plan(plan, self._own, None, group.size(), is_sharded=True)
 
         with on_device(self._model.device):
-            return agree_on_plan(prepare, self._model.process_group)
+            return agree_on_plan(prepare, group)
 
     @property
     def gathers(self) -> tuple[tuple[str, ...], ...]:

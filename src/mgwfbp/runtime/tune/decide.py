@@ -148,7 +148,7 @@ def decide(
         known.cost,
         exposed_s=median(seen.plain.exposed_s) if seen.plain else 0.0,
         before_s=before_s if isfinite(before_s) else None,
-        low_cost=None if situation.wire is None else known.low_cost,
+        low_cost=known.low_cost,
         gathering=gathering,
     )
 
@@ -243,6 +243,8 @@ def _in_low_precision(
     """Learn what messages in low precision take, those of a plan first, and return plans that send some so."""
     short = SHORT_WIRES[wire]
     everything = _all_in(wire, merged, allowed)
+    if not everything.wire:  # no gradient of this model can
+        return {}
     found: Named = {everything.messages: (f"all {short} 1", everything)}
     known.learn(everything, (yield Turn(everything, OBSERVE_MESSAGES, f"observing messages in {wire}")))
     for number in range(1, MAX_ROUNDS + 1):

@@ -29,22 +29,23 @@ def most_message_bytes(reducer: ReducerHandle, held: Buckets, wire: str | None) 
     `check_room`: two of plans that are tried, or one beside those that are ``held`` or tried as they are. The second
     number is of messages in the precision ``wire``.
     """
-    spare, part = USED * _spare_bytes(reducer), 2**20
-    device, world = reducer.parameters[0].device, reducer.ddp.process_group.size()
-    low = math.inf if wire is None else spare * part / extra_bytes(dtype_of(wire), part, world, device)
+    part, low = 2**20, math.inf
+    if wire is not None:
+        low = USED * _low_spare_bytes(reducer) * part / _low_bytes(reducer, wire, part)
     if not reducer.ddp.gradient_as_bucket_view:
         return math.inf, low
+    spare = USED * _spare_bytes(reducer)
     most = max(0.0, min(spare / 2, spare - max(_bucket_bytes(reducer, held))))
     return most, min(most, low)
 
 
 def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: Sequence[str]) -> None:
-    """Raise where a plan would need more memory at once than training has needed so far.
+    """Raise where a plan would need more memory at once than training has needed so far, or a GPU has.
 
     Old buckets are freed before new ones are made. But gradients that are views of buckets keep these until they have
     been moved, bucket by bucket: the largest old and the largest new one are there at the same time. And a message in
-    low precision needs `extra_bytes` while it travels, which are allocated in the backward pass, where a failure on one
-    rank would leave the others in the message.
+    low precision needs `extra_bytes` while it travels, which are allocated in the backward pass, beside activations,
+    and where a failure on one rank would leave the others in the message.
 
     Args:
         reducer: of this rank.
@@ -57,31 +58,42 @@ def check_room(reducer: ReducerHandle, before: Buckets, after: Buckets, wires: S
     """
     old, new = _bucket_bytes(reducer, before), _bucket_bytes(reducer, after)
     moved = max(old) + max(new) if reducer.ddp.gradient_as_bucket_view else 0
-    device, world = reducer.parameters[0].device, reducer.ddp.process_group.size()
-    low = max(
-        (
-            extra_bytes(dtype_of(wire), num_bytes, world, device)
-            for num_bytes, wire in zip(new, wires, strict=bool(wires))
-            if wire
-        ),
-        default=0,
-    )
-    spare = _spare_bytes(reducer)
-    left = format_bytes(spare)
-    if moved > spare:
+    if moved > (spare := _spare_bytes(reducer)):
         raise PlanError(
             f"gradients are views of buckets, and to change these would take {format_bytes(moved)} more memory for a "
-            f"moment, where {left} are to spare"
+            f"moment, where {format_bytes(spare)} are to spare"
         )
-    if low > spare:
+    of_low = [_low_bytes(reducer, wire, size) for size, wire in zip(new, wires, strict=bool(wires)) if wire]
+    if (low := max(of_low, default=0)) > (spare := _low_spare_bytes(reducer)):
         raise PlanError(
-            f"a message in low precision would take {format_bytes(low)} more memory for a moment, where {left} are to "
-            "spare"
+            f"a message in low precision would take {format_bytes(low)} more memory for a moment, where "
+            f"{format_bytes(spare)} are to spare"
         )
 
 
 def _bucket_bytes(reducer: ReducerHandle, buckets: Buckets) -> list[int]:
     return [sum(reducer.sizes[place] for place in bucket) for bucket in buckets]
+
+
+def _low_bytes(reducer: ReducerHandle, wire: str, num_bytes: int) -> int:
+    return extra_bytes(dtype_of(wire), num_bytes, reducer.ddp.process_group.size(), reducer.parameters[0].device)
+
+
+def _low_spare_bytes(reducer: ReducerHandle) -> float:
+    """Return how much more memory may be taken in the backward pass."""
+    device = reducer.parameters[0].device
+    if device.type != "cuda":
+        return _spare_bytes(reducer)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return bytes_at_peak(free_bytes, torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device))
+
+
+def bytes_at_peak(free_bytes: int, reserved_bytes: int, most_bytes: int) -> int:
+    """Return how much memory a GPU has beside the most that was allocated at a time, activations included.
+
+    That is what nobody has now, and what the allocator of this process has, used or not.
+    """
+    return max(0, free_bytes + reserved_bytes - most_bytes)
 
 
 def _spare_bytes(reducer: ReducerHandle) -> float:
