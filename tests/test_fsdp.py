@@ -329,6 +329,34 @@ def test_what_is_read_without_being_called_stays_with_the_root_unless_nothing_wa
     assert plan_fsdp(compiled, COST).root == ()
 
 
+@given(models(), costs(), st.sets(st.integers(0, 4), max_size=2), st.integers(0, 60))
+@settings(max_examples=20, deadline=None)
+def test_what_runs_again_is_merged_with_no_other_and_the_plan_is_the_best_of_such(
+    trace: ModelTrace, cost: Cost, alone: set[int], room: int
+) -> None:
+    repeated = [unit.name for place, unit in enumerate(units_of(trace)) if unit.name and place in alone]
+    trace = ModelTrace(trace.model, trace.forward_s, trace.layers, {"repeated": repeated})
+    limit = predict_fsdp(trace, cost, plan_by_block(trace)).memory_bytes + room
+    steps = [
+        predict_fsdp(trace, cost, plan)
+        for plan in all_plans(trace)
+        if all(len(group) == 1 for group in plan.groups if not set(repeated).isdisjoint(group))
+    ]
+    best_s = min((step.iteration_s for step in steps if step.memory_bytes <= limit), default=0.0)
+    for plan in (plan_fsdp(trace, cost, memory_limit=limit), plan_by_block(trace)):
+        assert all(len(group) == 1 for group in plan.groups if not set(repeated).isdisjoint(group))
+    assert plan_fsdp(trace, cost, memory_limit=limit).predicted["iteration_s"] == pytest.approx(best_s)
+
+
+def test_of_many_modules_those_that_run_again_are_kept_apart_too() -> None:
+    layers = tuple(LayerTrace(f"h.{place}.{part}.w", 1.0, 10, 1.0) for place in reversed(range(12)) for part in "ab")
+    trace = ModelTrace("toy", 24.0, layers, {"repeated": ["h.4", "h.4.a", "h.11"]})
+    for limit in (None, 700):
+        plan = plan_fsdp(trace, LinearCost(workers=2, startup_s=5.0, per_byte_s=0.01), memory_limit=limit)
+        assert {("h.4",), ("h.11",)} <= set(plan.groups)
+        assert len(plan.groups) < 12, "the others are merged"
+
+
 def frozen(name: str, size: int, after: str, share: float = 0.0) -> dict[str, object]:
     return {"name": name, "bytes": size, "within": "a.w", "share": share, "next": after}
 

@@ -58,10 +58,10 @@ def measure_backward(
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
-    modules were not called (``not_called``). Shared parameters appear once. What each layer takes in the forward pass,
-    from its first use to that of the layer begun next, is measured afterwards, in forward passes of their own. The
-    model's parameters, buffers and gradients and all random generators are afterwards as they were, and no hook is left
-    on the model; no optimizer is involved. Needs no process group.
+    modules were not called (``not_called``) or run again (``repeated``). Shared parameters appear once. What each layer
+    takes in the forward pass, from its first use to that of the layer begun next, is measured afterwards, in forward
+    passes of their own. The model's parameters, buffers and gradients and all random generators are afterwards as they
+    were, and no hook is left on the model; no optimizer is involved. Needs no process group.
 
     Args:
         model: on the device where it is to be measured.
@@ -143,6 +143,7 @@ class _Forward:
     forward_s: float  # the whole of it, hooks included
     first_use_s: dict[int, float]  # by parameter, trained ones and then frozen ones
     not_called: tuple[str, ...]  # modules
+    repeated: tuple[str, ...]
 
 
 class _Runs:
@@ -222,7 +223,7 @@ class _Runs:
         }
         forward_s = self._clock.between_s(start, end)
         self._clock.forget()
-        return _Forward(forward_s, first_use_s, tuple(uses.not_called(self._model)))
+        return _Forward(forward_s, first_use_s, tuple(uses.not_called()), tuple(uses.repeated()))
 
     def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
         """Do one step; return when it began, when the last forward pass had ended, and when all had."""
@@ -354,6 +355,7 @@ def _combine(
         "sparse": [parameters[slot][0] for slot in sorted(frozenset().union(*(step.sparse for step in steps)))],
         "num_orders": len(orders),
         "not_called": list(forwards[0].not_called),
+        "repeated": list(forwards[0].repeated),
         "frozen": [
             {"name": parameters[slot][0], "bytes": _wire_bytes(parameters[slot][1]), **part}
             for slot, part in _frozen_parts([one for one, _ in parameters], forwards, parts_s, order).items()

@@ -12,6 +12,8 @@ and goes on from there. What it finds need not be the best, but is never behind 
 memory. How far it is from a time that no plan undercuts, `fsdp_lower_bound_s`, is in what it predicts; how far from the
 best of all plans of small models was measured: docs/optimality.md.
 
+Modules that run again in a step are groups by themselves in every plan ([Note: modules that run again]).
+
 The same is done with all that is no block in the root's group, as in the second way to wrap by hand: one message less
 in each pass, which may be worth its memory.
 

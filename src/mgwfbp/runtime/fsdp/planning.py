@@ -25,11 +25,12 @@ from mgwfbp.costs import ShardedCost, cost_with_halves
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan, predict_fsdp
-from mgwfbp.fsdp_units import ROOT, units_of_names, whole_units
+from mgwfbp.fsdp_units import ROOT, whole_units
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
 from mgwfbp.measure.backward import measure_backward, plain_passes
 from mgwfbp.measure.beside import Load, load_beside, measure_taken
+from mgwfbp.measure.modules import unit_names
 from mgwfbp.measure.workload import LossFn, default_loss, trainable
 from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import plan_fsdp
@@ -37,7 +38,7 @@ from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_bytes, parse_bytes, plural, quote
 
-__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan", "unit_names"]
+__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
 
 _log = logging.getLogger("mgwfbp")
 
@@ -229,12 +230,6 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
             f"cost is of {plural(cost.workers, 'worker')}, and parameters are sharded over {workers}: measure it there"
         )
     return _Read(trace, cost, limit, root)
-
-
-def unit_names(model: nn.Module, *, is_trained: bool = False) -> set[str]:
-    """Return the units of a model, of all parameters or of those alone that are trained."""
-    names = [name for name, one in model.named_parameters() if one.requires_grad or not is_trained]
-    return set(units_of_names(names).values()) - {ROOT}
 
 
 def _check_trace(trace: ModelTrace, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -15,21 +15,18 @@ from torch import nn
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.fsdp import FsdpPlan
-from mgwfbp.fsdp_units import ROOT
+from mgwfbp.fsdp_units import whole_units
 from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
+from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_names
 from mgwfbp.measure.workload import LossFn
-from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan, unit_names
+from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
-__all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard", "units_at_root"]
+__all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard"]
 
 _log = logging.getLogger("mgwfbp")
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-TIED = "has a parameter that a module outside of it uses too"
-NO_FORWARD = "has parameters and no forward pass"
-NEVER_CALLED = "is inside a MultiheadAttention, which reads its weights without calling it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +177,7 @@ def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) ->
                 "dp_mesh_dims is given, and a plan is made for a mesh whose last dimension shards: give plan=, or such "
                 "a mesh"
             )
-        return units_at_root(model)
+        return list(kept_units(model, unit_names(model)))
 
     mesh = arguments.get("mesh")
     place = Place.of(_group_of(mesh), mesh, arguments.get("mp_policy"))
@@ -196,6 +193,10 @@ def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) ->
             bound_s,
             held,
         )
+        if alone := [unit.name for unit in whole_units(made.trace).values() if unit.is_alone]:
+            _log.info(
+                "%s", f"planned by themselves, and as if gathered once: {_listed(alone)}, which run again in a step"
+            )
     return made
 
 
@@ -214,17 +215,19 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
     if planned != units and planned == trained:
         units = trained  # a plan of a trace that has no frozen parameters
     plan.check_covers(units)
-    kept = _kept(model, units)
+    kept = kept_units(model, units)
     groups, reshard = [], []
     for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
-        group = [one for name in names if name not in kept for one in _called(modules[name]) or ()]
+        group = [one for name in names if name not in kept for one in called_of(modules[name]) or ()]
         if group:
             groups.append(tuple(group))
             reshard.append(is_resharded)
     is_trained = [any(one.requires_grad for part in group for one in part.parameters()) for group in groups]
-    idle = [one for name in plan.idle if name not in kept for one in _called(modules[name]) or ()]
+    idle = [one for name in plan.idle if name not in kept for one in called_of(modules[name]) or ()]
     frozen = [
-        one.nbytes for name, one in model.named_parameters() if not one.requires_grad and units.isdisjoint(_outer(name))
+        one.nbytes
+        for name, one in model.named_parameters()
+        if not one.requires_grad and units.isdisjoint(outer_of(name))
     ]
     return _Wrapping(
         tuple(groups),
@@ -250,55 +253,6 @@ def _check_whole(model: nn.Module) -> None:
             raise PlanError(f"{quote(name) if name else 'the model'} is fully sharded already: give a model as made")
 
 
-def units_at_root(model: nn.Module) -> list[str]:
-    """Return the units of a model that FSDP2 cannot gather by themselves."""
-    return list(_kept(model, unit_names(model)))
-
-
-def _kept(model: nn.Module, units: set[str]) -> dict[str, str]:
-    """Return the units that FSDP2 cannot gather by themselves, and why, in the order of the model's modules."""
-    shared, found = _shared_units(model, units), {}
-    modules = dict(model.named_modules())
-    for name in modules:
-        if name in shared:
-            found[name] = TIED
-        elif name in units and _called(modules[name]) is None:
-            found[name] = NO_FORWARD
-        elif name in units and any(isinstance(modules[outer], nn.MultiheadAttention) for outer in _outer(name)):
-            found[name] = NEVER_CALLED
-    return found
-
-
-def _outer(name: str) -> list[str]:
-    """Return the names of the modules that something is in.
-
-    >>> _outer("h.0.weight")
-    ['', 'h', 'h.0']
-    """
-    return [ROOT, *accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")]
-
-
-def _shared_units(model: nn.Module, units: set[str]) -> set[str]:
-    """Return the units with a parameter that can also be reached without passing through their module."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    unit_of = {id(modules[name]): name for name in units}
-    reached: dict[int, list[set[str]]] = {}  # by parameter, for each of its names: the unit it is in, if any
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = {unit_of[id(modules[outer])] for outer in _outer(name) if id(modules[outer]) in unit_of}
-        reached.setdefault(id(parameter), []).append(inside)
-    return {unit for ways in reached.values() for unit in set().union(*ways) if any(unit not in way for way in ways)}
-
-
-def _called(module: nn.Module) -> list[nn.Module] | None:
-    """Return the module; of one without a forward pass those in it that have one; None where they are not all of it."""
-    if getattr(module.forward, "__func__", module.forward) is not nn.Module.forward:
-        return [module]
-    if next(module.parameters(recurse=False), None) is not None:
-        return None
-    found = [_called(child) for child in module.children() if next(child.parameters(), None) is not None]
-    return None if None in found else [one for called in found if called is not None for one in called]
-
-
 def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> None:
     """Say which groups each group asks for ahead; the root asks for the first ones of the forward pass.
 
@@ -321,13 +275,14 @@ def _log_kept(wrapping: _Wrapping) -> None:
     because: dict[str, list[str]] = {}
     for name, why in wrapping.kept.items():
         because.setdefault(why, []).append(name)
-    parts = [
-        f"{', '.join(quote(name) for name in names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} "
-        f"({'each ' if len(names) > 1 else ''}{why})"
-        for why, names in because.items()
-    ]
+    parts = [f"{_listed(names)} ({'each ' if len(names) > 1 else ''}{why})" for why, names in because.items()]
     number, size = wrapping.frozen
     if number:
         parts.append(f"{plural(number, 'frozen parameter')} of {format_bytes(size)} (in no module of the plan)")
     if parts:
         _log.info("fully_shard keeps with the root, gathered first and never resharded: %s", "; ".join(parts))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name the first of some modules, and say how many more there are."""
+    return f"{', '.join(map(quote, names[:3]))}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
