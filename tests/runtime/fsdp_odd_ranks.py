@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 
 import mgwfbp
 from mgwfbp import LinearCost
-from tests.runtime.fsdp_ranks import Block, difference, heard, whole
+from tests.runtime.fsdp_planning_ranks import trace_of
+from tests.runtime.fsdp_ranks import Block, Blocks, difference, heard, plan_of, stock, told, whole
 from tests.runtime.launch import be_rank
 
 # Messages are so slow that as few of them as may be are planned.
@@ -54,18 +56,13 @@ def learn(model: Any, loss_fn: Any, steps: int = 3) -> tuple[list[float], list[T
     return losses, whole(model)
 
 
-def wrapped_by_block(model: Any, blocks: list[nn.Module]) -> Any:
-    for block in blocks:
-        torch.distributed.fsdp.fully_shard(block)
-    return torch.distributed.fsdp.fully_shard(model)
-
-
 def again() -> dict[str, Any]:
     """What is planned of modules that run again, what is said, and what is learnt beside torch's."""
     torch.manual_seed(3)
     model = Again()
-    stock = wrapped_by_block(model, list(model.h))
-    expected = learn(stock, stock.loss)
+    for block in model.h:
+        torch.distributed.fsdp.fully_shard(block)
+    expected = learn(torch.distributed.fsdp.fully_shard(model), model.loss)
     torch.manual_seed(3)
     model = Again()
     given: dict[str, Any] = {"batch": torch.rand(6, 4), "loss_fn": model.loss, "cost": SLOW}
@@ -83,7 +80,35 @@ def again() -> dict[str, Any]:
     }
 
 
-SCENARIOS = {one.__name__: one for one in (again,)}
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def meshes() -> dict[str, Any]:
+    """Replicas of shards in a mesh of half of the ranks, and of all: plans of their own, and such as are made."""
+    found: dict[str, Any] = {}
+    parts = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("tensor", "replicate", "shard"))["replicate", "shard"]
+    replica = parts.get_local_rank("replicate")
+    given = plan_of(Blocks, *((7,), (3, 4))[replica])
+    found["other plans"] = told(lambda: mgwfbp.fully_shard(Blocks(), given, mesh=parts))
+    every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, mesh in (("parts", parts), ("all", every)):
+        # What ranks know differs: where messages are dear groups are larger.
+        cost = LinearCost(mesh.size(1), (1e-9, 1.0)[replica], 1e-9)
+        torch.manual_seed(3)
+        expected = learn(stock(Blocks(), mesh=mesh), loss_of)
+        planned = mgwfbp.plan_fully_shard(Blocks(), mesh=mesh, trace=trace_of(Blocks()), cost=cost)
+        torch.manual_seed(3)
+        ours = mgwfbp.fully_shard(Blocks(), mesh=mesh, trace=trace_of(Blocks()), cost=cost)
+        error = difference(learn(ours, loss_of), expected)
+        found[name] = {"groups": planned.plan.groups, "difference": error}
+    torch.manual_seed(3)
+    measured = mgwfbp.fully_shard(Blocks(), mesh=every, batch=torch.rand(6, 4), loss_fn=loss_of)
+    found["measured"] = difference(learn(measured, loss_of), expected)
+    return found
+
+
+SCENARIOS = {one.__name__: one for one in (again, meshes)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

@@ -1,8 +1,9 @@
 """Torch's FSDP2 with the groups, the resharding and the prefetching of a plan: `fully_shard`."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -65,8 +66,7 @@ def fully_shard(
     `torch.nn.MultiheadAttention` without being called. A container without a forward pass is wrapped as the modules in
     it. Rank 0 logs what stays and why.
 
-    All ranks of the mesh must call it, with the same plan, or with what to plan with. Ranks of a mesh of several
-    dimensions that is not all ranks compare plans along its last dimension only.
+    All ranks of the mesh must call it, with the same plan, or with what to plan with.
 
     Args:
         model: whose parameters are not sharded yet.
@@ -91,11 +91,7 @@ def fully_shard(
     """
     shard = _torchs_fully_shard()
     inputs, wrapping = FsdpInputs(batch, loss_fn, trace, cost, memory_limit), None
-    group = _group_of(arguments.get("mesh"))
-    # Ranks that make a plan talk of it in other messages than ranks that compare the one they were given.
-    if reduce_values([float(plan is None)], "sum", group)[0] not in (0, dist.get_world_size(group)):
-        raise PlanError("plan is given on some ranks only: give it to every rank or to none")
-    made = _made(model, inputs, arguments).plan if plan is None else None
+    made: FsdpPlan | None = None
 
     def prepare() -> FsdpPlan:
         nonlocal wrapping
@@ -106,7 +102,13 @@ def fully_shard(
         wrapping = _wrapping_of(model, loaded)
         return loaded
 
-    agreed = agree_on_fsdp_plan(prepare, group)
+    with _ranks_of(arguments.get("mesh")) as group:
+        # Ranks that make a plan talk of it in other messages than ranks that compare the one they were given.
+        if reduce_values([float(plan is None)], "sum", group)[0] not in (0, dist.get_world_size(group)):
+            raise PlanError("plan is given on some ranks only: give it to every rank or to none")
+        if plan is None:
+            made = _made(model, inputs, arguments, group).plan
+        agreed = agree_on_fsdp_plan(prepare, group)
     assert wrapping is not None  # noqa: S101 - the plan was prepared
     if dist.get_rank() == 0:
         _log_kept(wrapping)
@@ -154,7 +156,8 @@ def plan_fully_shard(
         StrategyError: where this torch has no public ``fully_shard``.
     """
     _torchs_fully_shard()
-    return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments)
+    with _ranks_of(arguments.get("mesh")) as group:
+        return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments, group)
 
 
 def _torchs_fully_shard() -> Any:
@@ -167,7 +170,9 @@ def _torchs_fully_shard() -> Any:
     return shard
 
 
-def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) -> FsdpPlanning:
+def _made(
+    model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> FsdpPlanning:
     """Make a plan and log it."""
 
     def stay() -> list[str]:
@@ -179,8 +184,7 @@ def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) ->
             )
         return list(kept_units(model, unit_names(model)))
 
-    mesh = arguments.get("mesh")
-    place = Place.of(_group_of(mesh), mesh, arguments.get("mp_policy"))
+    place = Place.of(group, arguments.get("mesh"), arguments.get("mp_policy"))
     made = make_plan(model, inputs, place, stay)
     if dist.get_rank() == 0:
         predicted = made.plan.predicted
@@ -200,11 +204,22 @@ def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) ->
     return made
 
 
-def _group_of(mesh: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that must have the same plan; None stands for all."""
+@contextlib.contextmanager
+def _ranks_of(mesh: Any) -> Iterator[dist.ProcessGroup | None]:
+    """Yield the ranks of a mesh, which must have the same plan; None stands for all.
+
+    A mesh has a group for each of its dimensions: where it has several and is not all ranks, one is made meanwhile.
+    """
     if mesh is None or mesh.size() == dist.get_world_size():
-        return None
-    return mesh.get_group(mesh.ndim - 1)  # type: ignore[no-any-return]
+        yield None
+    elif mesh.ndim == 1:
+        yield mesh.get_group()
+    else:
+        group: Any = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
 
 
 def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
