@@ -16,6 +16,7 @@ import mgwfbp
 from mgwfbp import FsdpPlan, LayerTrace, LinearCost, ModelTrace
 from mgwfbp.costs import ShardedCost
 from mgwfbp.fsdp import predict_fsdp
+from mgwfbp.measure.backward import measure_backward
 from mgwfbp.measure.beside import Load
 from mgwfbp.runtime.fsdp.planning import FsdpInputs, Place, cost_beside, make_plan
 from tests.runtime.fsdp_ranks import (
@@ -235,6 +236,9 @@ def refused() -> dict[str, Any]:
     trace, batch = trace_of(model), torch.rand(5, 4)
     COST.save(folder / f"cost{rank}.json")
     trace.save(folder / f"trace{rank}.json")
+    tower = measure_backward(Tower(), batch, loss, steps=1, warmup=0)
+    wider = Blocks()
+    wider.head = nn.Linear(6, 5)
     other = ModelTrace("other", 1.0, (LayerTrace("alone.w", 1.0, 4),))
 
     def give(**given: Any) -> str:
@@ -250,6 +254,9 @@ def refused() -> dict[str, Any]:
         "size": give(trace=trace, cost=COST, memory_limit="much"),
         "workers": give(trace=trace, cost=LinearCost(4, 1.0, 1.0)),
         "other": give(trace=other, cost=COST),
+        "larger": give(trace=trace_of(wider), cost=COST),
+        "in 16 bits": give(trace=trace_of(Blocks().bfloat16()), cost=COST),
+        "thawed": told(lambda: mgwfbp.fully_shard(Tower().requires_grad_(), trace=tower, cost=COST)),
         "no file": give(trace=trace, cost=folder / ("cost0.json" if rank == 0 else "none.json")),
         "plan too": give(plan=FsdpPlan("toy", (Blocks.units,), (True,)), batch=batch, cost=COST),
         "reshard_after_forward": give(batch=batch, cost=COST, reshard_after_forward=False),

@@ -148,6 +148,7 @@ def test_frozen_modules_are_groups_what_is_read_stays_with_the_root_and_what_not
 
 
 def test_what_cannot_be_planned_is_one_line_on_all_ranks_before_anything_is_wrapped(two: list[Any]) -> None:
+    alien = "the trace of 'toy' is not one of this model ({}): measure it again, or give batch="
     expected = {
         "nothing": "there is no plan and nothing to make one of: give batch=, what the model is called with, so that "
         "it can be measured, or trace=, or plan=",
@@ -157,6 +158,13 @@ def test_what_cannot_be_planned_is_one_line_on_all_ranks_before_anything_is_wrap
         "workers": "cost is of 4 workers, and parameters are sharded over 2: measure it there",
         "other": "the trace of 'other' is not one of this model ('alone' is in the trace only): measure it again, or "
         "give batch=",
+        "larger": alien.format("'head' has 84 B, 84 of them trained, and in the trace 140 B, 140 of them trained"),
+        "in 16 bits": alien.format(
+            "what is in no module has 4 B, 4 of them trained, and in the trace 2 B, 2 of them trained"
+        ),
+        "thawed": alien.replace("toy", "Tower").format(
+            "'h.1' has 492 B, 492 of them trained, and in the trace 492 B, 252 of them trained"
+        ),
         "plan too": "plan is given, and batch and cost to make one of: leave out one or the other",
         "reshard_after_forward": "reshard_after_forward is given, and the plan says it for each group: leave it out",
         "twice": "the model is fully sharded already: give a model as made",

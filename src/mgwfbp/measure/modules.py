@@ -2,12 +2,13 @@
 
 from collections.abc import Collection
 from itertools import accumulate
+from typing import Any
 
 from torch import nn
 
 from mgwfbp.fsdp_units import ROOT, units_of_names
 
-__all__ = ["called_of", "kept_units", "outer_of", "shared_units", "unit_names"]
+__all__ = ["called_of", "kept_units", "outer_of", "shared_units", "unit_bytes", "unit_names"]
 
 TIED = "has a parameter that a module outside of it uses too"
 NO_FORWARD = "has parameters and no forward pass"
@@ -18,6 +19,31 @@ def unit_names(model: nn.Module, *, is_trained: bool = False) -> set[str]:
     """Return the units of a model, of all parameters or of those alone that are trained."""
     names = [name for name, one in model.named_parameters() if one.requires_grad or not is_trained]
     return set(units_of_names(names).values()) - {ROOT}
+
+
+def unit_bytes(model: nn.Module, *, is_trained: bool = False) -> dict[str, tuple[int, int]]:
+    """Return the bytes of each unit's parameters that this rank has, and of those that are trained; the rest is `ROOT`.
+
+    Args:
+        model: of which tensor parallelism may have cut parameters into a part for each rank.
+        is_trained: leaves out frozen parameters, and so units of them.
+    """
+    sizes = {
+        name: (_own_bytes(one), one.requires_grad)
+        for name, one in model.named_parameters()
+        if one.requires_grad or not is_trained
+    }
+    found: dict[str, tuple[int, int]] = {}
+    for name, unit in units_of_names(list(sizes)).items():
+        size, gets_gradient = sizes[name]
+        stored, trained = found.get(unit, (0, 0))
+        found[unit] = stored + size, trained + size * gets_gradient
+    return found
+
+
+def _own_bytes(parameter: Any) -> int:
+    own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return int(own.numel() * own.element_size())
 
 
 def kept_units(model: nn.Module, units: Collection[str]) -> dict[str, str]:
