@@ -9,7 +9,18 @@ from mgwfbp.errors import TraceError
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["ROOT", "Unit", "blocks_of", "borders_of", "idle_of", "root_of", "units_of", "units_of_names", "whole_units"]
+__all__ = [
+    "ROOT",
+    "Unit",
+    "blocks_of",
+    "borders_of",
+    "frozen_bytes_of",
+    "idle_of",
+    "root_of",
+    "units_of",
+    "units_of_names",
+    "whole_units",
+]
 
 # What the rest of the model is called: parameters of no module that is a unit.
 ROOT = ""
@@ -172,6 +183,11 @@ def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
     if silent.issuperset(units):
         silent = set()
     return [name for name in units if name in root or (name in silent and name not in idle)]
+
+
+def frozen_bytes_of(trace: ModelTrace) -> int:
+    """Return how large the frozen parameters are that a trace names."""
+    return sum(one["bytes"] for one in _frozen(trace))
 
 
 def _parts(trace: ModelTrace) -> list[Unit]:

@@ -17,7 +17,7 @@ calls the whole model twice, repeats all of it.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mgwfbp.measure.clock import Moment
 from mgwfbp.measure.modules import called_of
 
-__all__ = ["FirstUses", "split_forward"]
+__all__ = ["FirstUses", "frozen_parts", "split_forward"]
 
 Layer = TypeVar("Layer", bound=Hashable)
 
@@ -79,6 +79,10 @@ class FirstUses:
 
     def _note_end(self, *_: Any) -> None:
         self._is_inside = False
+
+    def modules(self) -> dict[str, list[str]]:
+        """Return what was seen of modules, by name, as the source of a trace has it."""
+        return {"not_called": self.not_called(), "repeated": self.repeated()}
 
     def repeated(self) -> list[str]:
         """Return the modules with parameters in them that run again, see [Note: modules that run again], by name."""
@@ -160,3 +164,43 @@ def split_forward(
     taken_s = dict.fromkeys(ready_order, 0.0)
     taken_s.update((layer, end_s - start_s) for layer, (start_s, end_s) in zip(begun, pairwise(cuts_s), strict=False))
     return taken_s
+
+
+def frozen_parts(
+    frozen_bytes: Mapping[str, int],
+    parts_s: Mapping[str, float],
+    ready_order: Sequence[str],
+    first_use_s: Mapping[str, float],
+    forward_s: float,
+) -> list[dict[str, Any]]:
+    """Return of each frozen parameter, in the order of first uses, where it stands among layers and what it takes.
+
+    That is the layer which is used next, and which share of which layer's part of the forward pass is its own: of the
+    one begun last before it, or first of all. A layer that is used without being called counts as used no earlier than
+    those before it.
+
+    Args:
+        frozen_bytes: how large they are.
+        parts_s: what layers take of the forward pass, which may be scaled.
+        ready_order: layers that get a gradient, in the order in which these are ready.
+        first_use_s: when each of both is begun, from the start of a forward pass.
+        forward_s: when that ends.
+
+    >>> first_use_s = {"a": 0.0, "tower": 1.0, "b": 3.0}
+    >>> frozen_parts({"tower": 8}, {"a": 3.0, "b": 1.0}, ["b", "a"], first_use_s, 4.0)
+    [{'name': 'tower', 'bytes': 8, 'within': 'a', 'share': 0.6666666666666666, 'next': 'b'}]
+    """
+    factor = sum(parts_s.values()) / forward_s if forward_s else 0.0
+    alone_s = split_forward(first_use_s, [*ready_order, *frozen_bytes], forward_s)
+    in_turn = list(reversed(ready_order))
+    begun = sorted(in_turn, key=first_use_s.__getitem__)
+    latest_s = dict(zip(in_turn, accumulate((first_use_s[layer] for layer in in_turn), max), strict=True))
+    found = []
+    for name in sorted(frozen_bytes, key=first_use_s.__getitem__):
+        at_s = first_use_s[name]
+        around = next((one for one in reversed(begun) if first_use_s[one] < at_s), begun[0])
+        share = min(1.0, alone_s[name] * factor / parts_s[around]) if parts_s[around] else 0.0
+        follower = next((one for one in in_turn if latest_s[one] >= at_s), None)
+        part = {"name": name, "bytes": frozen_bytes[name], "within": around, "share": share, "next": follower}
+        found.append(part)
+    return found
