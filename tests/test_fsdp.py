@@ -1,5 +1,6 @@
 """FSDP2's step as torch's hooks make it, what a rank holds, and the planner beside all plans there are."""
 
+import re
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import SPARING, plan_fsdp
 from mgwfbp.planners.fsdp_by_hand import BY_HAND, plan_by_block
 from mgwfbp.planners.fsdp_search import EXHAUSTED, PREFETCHES
+from mgwfbp.units import format_bytes, parse_bytes
 
 times = st.integers(0, 6).map(float)
 COST = LinearCost(workers=2, startup_s=1.0, per_byte_s=0.5)
@@ -398,6 +400,26 @@ def test_what_fits_when_a_frozen_head_is_kept_is_found() -> None:
         assert found["iteration_s"] <= by_block.iteration_s
     with pytest.raises(PlanError, match=f"the least is {by_block.memory_bytes} B a rank"):
         plan_fsdp(trace, cost, memory_limit=by_block.memory_bytes - 1)
+
+
+@pytest.mark.parametrize("model", [f"{name}-h200-b32" for name in ("bert", "resnet50", "vgg16", "vit_b_16")])
+def test_the_least_that_is_printed_fits_when_it_is_given_back(model: str) -> None:
+    trace, cost = load_trace(model), load_network("25gbe").cost(4)
+    for precision in (Precision(), Precision(0.5, 1.0)):
+        with pytest.raises(PlanError) as refused:
+            plan_fsdp(trace, cost, memory_limit=1, precision=precision)
+        printed = re.search(r"fits into 1 B: the least is (.*) a rank", str(refused.value))
+        assert printed
+        limit = parse_bytes(printed[1])
+        found = plan_fsdp(trace, cost, memory_limit=limit, precision=precision).predicted["memory_bytes"]
+        assert 0.98 * limit <= found <= limit
+
+
+@given(st.integers(0, 10**14))
+def test_sizes_are_rounded_up_where_they_are_needed_and_down_where_they_are_there(size: int) -> None:
+    up, down = (parse_bytes(format_bytes(size, to)) for to in ("up", "down"))
+    assert down <= size <= up
+    assert up - down <= 0.01 * size
 
 
 def test_units_are_blocks_attention_is_one_and_what_blocks_are_in_is_the_roots() -> None:

@@ -179,8 +179,8 @@ def fastest_words(rows: Iterable[Mapping[str, Any]], limit: int | None) -> str:
     )
     if not fitting:
         least = min(every, key=lambda row: row["memory_bytes"])
-        needed = format_bytes(least["memory_bytes"])
-        room = format_bytes(limit or 0)
+        needed = format_bytes(least["memory_bytes"], "up")
+        room = format_bytes(limit or 0, "down")
         return f"nothing fits into {room}: the least of these is {least['planner']} with {needed} a rank"
     best, others = fitting[0], fitting[1:]
     words = (

@@ -94,8 +94,8 @@ def _find(problem: Problem, *, is_short: bool = False) -> Found:
     found = search.best(plan_by_block(trace, at_root), is_short=is_short)
     if found is None:
         raise PlanError(
-            f"no plan for {quote(trace.model)} fits into {format_bytes(problem.limit or 0)}: the least is "
-            f"{format_bytes(search.least.memory_bytes)} a rank, with every module by itself and all resharded"
+            f"no plan for {quote(trace.model)} fits into {format_bytes(problem.limit or 0, 'down')}: the least is "
+            f"{format_bytes(search.least.memory_bytes, 'up')} a rank, with every module by itself and all resharded"
         )
     alone = plan_blocks_alone(trace, at_root)
     if set(alone.root) != set(at_root):
