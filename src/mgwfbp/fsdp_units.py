@@ -173,16 +173,18 @@ def idle_of(trace: ModelTrace) -> list[str]:
 
 
 def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
-    """Return the units that stay with the root, in forward order: those given, and those that are read but not called.
+    """Return the units that stay with the root, in forward order: those given, that share parameters, or are only read.
 
-    FSDP2 gathers a module's parameters when the module is called: those of a head whose weight another function reads
-    it does not gather by themselves. Where nothing was seen to be called (a compiled model) this says nothing.
+    FSDP2 gathers a parameter with one group, and a module's parameters when the module is called: those of a head whose
+    weight another function reads it does not gather by themselves. Where nothing was seen to be called (a compiled
+    model) this says nothing.
     """
     units, idle = [name for name in whole_units(trace) if name != ROOT], set(idle_of(trace))
     silent = set(trace.source.get("not_called", ()))
     if silent.issuperset(units):
         silent = set()
-    return [name for name in units if name in root or (name in silent and name not in idle)]
+    stays = {*root, *silent, *trace.source.get("shared", ())} - idle
+    return [name for name in units if name in stays]
 
 
 def frozen_bytes_of(trace: ModelTrace) -> int:

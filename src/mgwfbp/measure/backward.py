@@ -57,10 +57,11 @@ def measure_backward(
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
-    modules were not called (``not_called``) or run again (``repeated``). Shared parameters appear once. What each layer
-    takes in the forward pass, from its first use to that of the layer begun next, is measured afterwards, in forward
-    passes of their own. The model's parameters, buffers and gradients and all random generators are afterwards as they
-    were, and no hook is left on the model; no optimizer is involved. Needs no process group.
+    modules were not called (``not_called``), run again (``repeated``) or share parameters with others (``shared``).
+    Shared parameters appear once. What each layer takes in the forward pass, from its first use to that of the layer
+    begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and gradients
+    and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is involved.
+    Needs no process group.
 
     Args:
         model: on the device where it is to be measured.

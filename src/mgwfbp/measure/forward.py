@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mgwfbp.measure.clock import Moment
-from mgwfbp.measure.modules import called_of
+from mgwfbp.measure.modules import called_of, shared_units, unit_names
 
 __all__ = ["FirstUses", "frozen_parts", "split_forward"]
 
@@ -82,7 +82,8 @@ class FirstUses:
 
     def modules(self) -> dict[str, list[str]]:
         """Return what was seen of modules, by name, as the source of a trace has it."""
-        return {"not_called": self.not_called(), "repeated": self.repeated()}
+        shared = sorted(shared_units(self._model, unit_names(self._model)))
+        return {"not_called": self.not_called(), "repeated": self.repeated(), "shared": shared}
 
     def repeated(self) -> list[str]:
         """Return the modules with parameters in them that run again, see [Note: modules that run again], by name."""

@@ -112,6 +112,11 @@ def fully_shard(
     assert wrapping is not None  # noqa: S101 - the plan was prepared
     if dist.get_rank() == 0:
         _log_kept(wrapping)
+        if lost := [name for name in chain(*agreed.groups) if name in wrapping.kept]:
+            _log.warning(
+                "%s",
+                f"the plan has {_listed(lost)} in groups, not with the root: it predicts another step and its memory",
+            )
     # Units never nest, so that groups may be wrapped in any order; the root comes last.
     for parts, is_resharded in zip(wrapping.groups, wrapping.reshard, strict=True):
         shard(parts[0] if len(parts) == 1 else list(parts), reshard_after_forward=is_resharded, **arguments)
