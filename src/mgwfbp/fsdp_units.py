@@ -164,8 +164,8 @@ def borders_of(units: Sequence[Unit]) -> frozenset[int]:
 
 
 def idle_of(trace: ModelTrace) -> list[str]:
-    """Return the units that a step has no use for: all of their parameters are trained, and none gets a gradient."""
-    unused = set(trace.source.get("unused", ()))
+    """Return the units that a step has no use for: no parameter gets a gradient, and of frozen ones none is read."""
+    unused = {*trace.source.get("unused", ()), *trace.source.get("unread", ())}
     parts = _parts(trace)
     unit_of = units_of_names([part.name for part in parts])
     used = {unit_of[part.name] for part in parts if part.name not in unused}

@@ -57,7 +57,7 @@ class Tower(nn.Module):
         super().__init__()
         self.tower, self.stem = nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 6)
         self.middle, self.last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
+        self.head, self.spare = nn.Linear(6, 3), nn.Linear(6, 6).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.last(self.middle(self.last(self.stem(self.tower(x)))))
@@ -68,14 +68,16 @@ def test_what_is_frozen_runs_again_or_is_not_called_is_recorded_as_where_it_is_m
     measured = measure_backward(Tower(), torch.ones(2, 4), lambda output: output.sum(), steps=1, warmup=0)
     with torch.device("meta"):
         counted = measure_analytic(Workload("t", Tower(), torch.ones(2, 4), 2, lambda output: output.sum()), PLAIN)
-    for key in ("not_called", "repeated", "unused"):
+    for key in ("not_called", "repeated", "unused", "unread"):
         assert counted.source[key] == measured.source[key] != ()
-    assert (counted.source["not_called"], counted.source["repeated"]) == (("head",), ("last",))
+    assert (counted.source["not_called"], counted.source["repeated"]) == (("head", "spare"), ("last",))
+    assert counted.source["unread"] == ("spare.weight", "spare.bias")
+    # Where parameters are used together a real clock tells which came first.
     where = [
-        [(one["name"], one["bytes"], one["next"]) for one in trace.source["frozen"]] for trace in (counted, measured)
+        {one["name"]: (one["bytes"], one["next"]) for one in trace.source["frozen"]} for trace in (counted, measured)
     ]
     assert where[0] == where[1]
-    assert [(name, size) for name, size, _ in where[0]][:2] == [("tower.weight", 96), ("tower.bias", 24)]
+    assert where[0]["tower.weight"] == (96, "stem.weight")
     # Five kernels run from when `last` begins, the one of `middle` and those behind it among them.
     assert sum(one["share"] for one in counted.source["frozen"] if one["name"].startswith("middle")) == pytest.approx(
         0.8

@@ -163,7 +163,7 @@ def limits() -> dict[str, Any]:
 
 
 class Tower(nn.Module):
-    """Frozen blocks before those that are trained, a module that nothing runs, and a head that is read, not called."""
+    """Frozen blocks before others, modules that nothing runs, and such as are read without being called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,11 +171,12 @@ class Tower(nn.Module):
         self.stem, self.head, self.extra = nn.Linear(4, 6), nn.Linear(6, 3, bias=False), nn.Linear(6, 6)
         self.h = nn.ModuleList(Block() for _ in range(3))
         self.h[1].narrow.requires_grad_(False)
+        self.read, self.spare = (nn.Linear(6, 6).requires_grad_(False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.tower, self.stem, *self.h):
             x = block(x)
-        return nn.functional.linear(x, self.head.weight)
+        return nn.functional.linear(nn.functional.linear(x, self.read.weight), self.head.weight)
 
 
 def odd() -> dict[str, Any]:
@@ -199,11 +200,11 @@ def odd() -> dict[str, Any]:
     )
     for title, plan in (("planned", planned.plan), ("resharded", each)):
         torch.manual_seed(3)
-        model = mgwfbp.fully_shard(Tower(), plan)
+        lines, model = heard(partial(mgwfbp.fully_shard, Tower(), plan))
         error = difference(
             (train(way, model, torch.optim.SGD(model.parameters(), **way.options)), whole(model)), expected
         )
-        found[title] = {"difference": error, "events": events_of(model)}
+        found[title] = {"difference": error, "events": events_of(model), "said": lines}
     return {
         **found,
         "plan": planned.plan.to_json(),
@@ -217,7 +218,9 @@ def profiled() -> dict[str, Any]:
     names = ("tower.0", "tower.1", "stem", "h.0", "h.1", "h.2")
     plans = {
         Blocks: plan_of(Blocks, 2, 2, 2, 1, reshard=(True, True, False, True)),
-        Tower: FsdpPlan("toy", tuple((name,) for name in names), (True,) * 6, root=("head",), idle=("extra",)),
+        Tower: FsdpPlan(
+            "toy", tuple((name,) for name in names), (True,) * 6, root=("head", "read"), idle=("extra", "spare")
+        ),
     }
     for kind, plan in plans.items():
         model, x = mgwfbp.fully_shard(kind(), plan), torch.rand(5, 4)

@@ -16,6 +16,7 @@ from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
 from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
 from mgwfbp.measure.meta import call
+from mgwfbp.measure.modules import noting_reads, owned_by
 from mgwfbp.measure.operations import flops_of, takes_no_time
 from mgwfbp.measure.workload import Workload, frozen, trainable
 from mgwfbp.trace import ModelTrace, layers_of
@@ -157,7 +158,8 @@ def _run(
         raise MeasureError("the model is not on the meta device: build it with device='meta'")
     ready_s: dict[str, float] = {}
     clock = _VirtualClock(device)
-    every = [*parameters, *frozen(workload.model)]
+    rest = dict(frozen(workload.model))
+    every = [*parameters, *rest.items()]
     uses = FirstUses(workload.model, [parameter for _, parameter in every], lambda: clock.now_s)
 
     def note(name: str) -> Any:
@@ -173,7 +175,8 @@ def _run(
         for _, parameter in parameters:
             parameter.grad = None  # one that is there is added to, which would count
         with clock:
-            with uses, autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext():
+            autocast = autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext()
+            with uses, noting_reads(workload.model, rest.values()) as read, autocast:
                 loss = workload.loss()
             forward_s, forward_flops = clock.now_s, clock.flops
             loss.backward()
@@ -191,11 +194,13 @@ def _run(
     first_use_s = {name: began_s.get(name, 0.0) for name in sizes if name not in unused}
     parts_s = split_forward({name: first_use_s[name] for name in ready_s}, list(moments), forward_s)
     layers = layers_of([(name, moment_s, sizes[name]) for name, moment_s in moments.items()], forward_s, parts_s)
-    rest = {name: sizes[name] for name, _ in every[len(parameters) :]}
+    modules = uses.modules()
+    silent = owned_by(modules["not_called"], rest)
     source = {
         "unused": unused,
-        **uses.modules(),
-        "frozen": frozen_parts(rest, parts_s, list(ready_s), first_use_s, forward_s),
+        "unread": [name for name, parameter in silent.items() if id(parameter) not in read],
+        **modules,
+        "frozen": frozen_parts({name: sizes[name] for name in rest}, parts_s, list(ready_s), first_use_s, forward_s),
     }
     trace = ModelTrace(workload.name, forward_s, layers, source)
     return trace, OperationCount(forward_flops, clock.flops - forward_flops, clock.kernels)

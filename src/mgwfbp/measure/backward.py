@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median, quantiles
@@ -17,6 +17,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import Moment, clock_for
 from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
 from mgwfbp.measure.hooks import GradientHooks
+from mgwfbp.measure.modules import noting_reads, owned_by
 from mgwfbp.measure.workload import LossFn, default_loss, frozen, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype, quote
@@ -57,7 +58,8 @@ def measure_backward(
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
-    modules were not called (``not_called``), run again (``repeated``) or share parameters with others (``shared``).
+    modules were not called (``not_called``), run again (``repeated``) or share parameters with others (``shared``);
+    frozen parameters that nothing calls or reads are ``unread``.
     Shared parameters appear once. What each layer takes in the forward pass, from its first use to that of the layer
     begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and gradients
     and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is involved.
@@ -108,6 +110,7 @@ def measure_backward(
             forwards.append(runs.observed_forward())
             if on_step is not None:
                 on_step()
+        unread = runs.unread(forwards[0].modules["not_called"])
     source = {
         "measured": "backward",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -115,6 +118,7 @@ def measure_backward(
         "autocast": format_dtype(autocast_dtype) if autocast_dtype else None,
         "accumulation_steps": accumulation_steps,
         "steps": steps,
+        "unread": unread,
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -223,6 +227,15 @@ class _Runs:
         forward_s = self._clock.between_s(start, end)
         self._clock.forget()
         return _Forward(forward_s, first_use_s, uses.modules())
+
+    def unread(self, not_called: Sequence[str]) -> list[str]:
+        """Do a forward pass, where there are any, and return the frozen parameters that nothing calls or reads."""
+        silent = owned_by(not_called, dict(frozen(self._model)))
+        if not silent:
+            return []
+        with noting_reads(self._model, silent.values()) as read:
+            self._to_loss()
+        return [name for name, parameter in silent.items() if id(parameter) not in read]
 
     def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
         """Do one step; return when it began, when the last forward pass had ended, and when all had."""

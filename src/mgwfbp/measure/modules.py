@@ -1,6 +1,7 @@
 """Units of a model that is there, and which of them FSDP2 cannot gather by themselves: `unit_names`, `kept_units`."""
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -8,7 +9,16 @@ from torch import nn
 
 from mgwfbp.fsdp_units import ROOT, units_of_names
 
-__all__ = ["called_of", "kept_units", "outer_of", "shared_units", "unit_bytes", "unit_names"]
+__all__ = [
+    "called_of",
+    "kept_units",
+    "noting_reads",
+    "outer_of",
+    "owned_by",
+    "shared_units",
+    "unit_bytes",
+    "unit_names",
+]
 
 TIED = "has a parameter that a module outside of it uses too"
 NO_FORWARD = "has parameters and no forward pass"
@@ -88,3 +98,46 @@ def called_of(module: nn.Module) -> list[nn.Module] | None:
         return None
     found = [called_of(child) for child in module.children() if next(child.parameters(), None) is not None]
     return None if None in found else [one for called in found if called is not None for one in called]
+
+
+def owned_by(modules: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return those of some parameters that are directly in one of these modules, by name."""
+    return {name: one for name, one in parameters.items() if name.rpartition(".")[0] in modules}
+
+
+class _Noting(dict[str, Any]):
+    """Parameters of a module that note which of them are asked for."""
+
+    def __init__(self, parameters: dict[str, Any], read: set[int]) -> None:
+        super().__init__(parameters)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(id(found := super().__getitem__(name)))
+        return found
+
+    def items(self) -> Any:
+        self._read.update(map(id, super().values()))
+        return super().items()
+
+    def values(self) -> Any:
+        self._read.update(map(id, super().values()))
+        return super().values()
+
+
+@contextlib.contextmanager
+def noting_reads(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[set[int]]:
+    """Yield those of some parameters that are asked for meanwhile, by their ids: by their modules or others."""
+    wanted, read = set(map(id, parameters)), set[int]()
+    before = [
+        (module, module._parameters)
+        for module in model.modules()
+        if not wanted.isdisjoint(map(id, module._parameters.values()))
+    ]
+    for module, own in before:
+        module._parameters = _Noting(own, read)
+    try:
+        yield read
+    finally:
+        for module, own in before:
+            module._parameters = own

@@ -15,7 +15,7 @@ from torch import nn
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError, StrategyError
-from mgwfbp.fsdp import FsdpPlan
+from mgwfbp.fsdp import FsdpPlan, at_root_of
 from mgwfbp.fsdp_units import whole_units
 from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
 from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_names
@@ -28,6 +28,9 @@ __all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard"]
 
 _log = logging.getLogger("mgwfbp")
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+SILENT = "is not called by itself"
+CHOSEN = "is put there by the plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +252,14 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
         for name, one in model.named_parameters()
         if not one.requires_grad and units.isdisjoint(outer_of(name))
     ]
+    must = at_root_of(plan) if "at_root" in plan.predicted else ()
+    because = {name: SILENT if name in must else CHOSEN for name in plan.root}
     return _Wrapping(
         tuple(groups),
         tuple(reshard),
         is_trained.index(True) if True in is_trained else 0,
         tuple(idle),
-        {name: why for name, why in kept.items() if name not in plan.idle},
+        {name: why for name, why in {**because, **kept}.items() if name not in plan.idle},
         (len(frozen), sum(frozen)),
     )
 
@@ -291,7 +296,7 @@ def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> N
 
 
 def _log_kept(wrapping: _Wrapping) -> None:
-    """Log what stays with the root though the plan has it in groups, and what the plan does not have."""
+    """Log what stays with the root, and why; and what the plan does not have."""
     because: dict[str, list[str]] = {}
     for name, why in wrapping.kept.items():
         because.setdefault(why, []).append(name)
