@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from mgwfbp import LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost, load_network, load_trace
+from mgwfbp import LayerTrace, LinearCost, MergePlan, ModelTrace, PiecewiseCost, load_cost, load_network, load_trace
 from mgwfbp.cli import app
 from mgwfbp.costs import ShardedCost, WireCost
 from mgwfbp.fsdp import FsdpPlan
@@ -203,6 +204,22 @@ def test_a_plan_for_fsdp2_is_written_within_the_memory_there_is(folder: Path) ->
     assert "'much', expected a size such as 40GiB or 512MB" in refused.stderr
     refused = run(folder, "plan", *FILES, "--memory-limit", "1GB", status=2)
     assert "ddp keeps all parameters; give --engine fsdp2" in refused.stderr
+
+
+def test_memory_of_every_engine_counts_frozen_parameters(folder: Path) -> None:
+    layers = tuple(LayerTrace(f"h.{name}.w", 1.0, 100, 1.0) for name in "cba")
+    plain = ModelTrace("toy", 3.0, layers)
+    part = {"name": "h.tower.w", "bytes": 1000, "within": "h.a.w", "share": 0.0, "next": "h.a.w"}
+    frozen = replace(plain, source={"frozen": [part]})
+    held: dict[str, list[int]] = {}
+    for name, trace in (("without", plain), ("with", frozen)):
+        trace.save(folder / "trace.json")
+        for command, files in (("compare", FILES), ("simulate", ("--trace", "trace.json", "--network", "cost.json"))):
+            rows = json.loads(run(folder, command, *files, "--engine", "ddp,sharded,fsdp2", "--json").stdout)
+            of_ours = [row["memory_bytes"] for row in rows if not row["planner"].startswith("fsdp2")]
+            held.setdefault(name, []).extend(of_ours)
+    assert len(held["with"]) > 10
+    assert held["with"] == [size + 1000 for size in held["without"]]
 
 
 def test_compare_has_a_row_of_the_sharded_plan_only_where_asked_to(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """FSDP2's step as torch's hooks make it, what a rank holds, and the planner beside all plans there are."""
 
+import re
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import SPARING, plan_fsdp
 from mgwfbp.planners.fsdp_by_hand import BY_HAND, plan_by_block
 from mgwfbp.planners.fsdp_search import EXHAUSTED, PREFETCHES
+from mgwfbp.units import format_bytes, parse_bytes
 
 times = st.integers(0, 6).map(float)
 COST = LinearCost(workers=2, startup_s=1.0, per_byte_s=0.5)
@@ -329,6 +331,34 @@ def test_what_is_read_without_being_called_stays_with_the_root_unless_nothing_wa
     assert plan_fsdp(compiled, COST).root == ()
 
 
+@given(models(), costs(), st.sets(st.integers(0, 4), max_size=2), st.integers(0, 60))
+@settings(max_examples=20, deadline=None)
+def test_what_runs_again_is_merged_with_no_other_and_the_plan_is_the_best_of_such(
+    trace: ModelTrace, cost: Cost, alone: set[int], room: int
+) -> None:
+    repeated = [unit.name for place, unit in enumerate(units_of(trace)) if unit.name and place in alone]
+    trace = ModelTrace(trace.model, trace.forward_s, trace.layers, {"repeated": repeated})
+    limit = predict_fsdp(trace, cost, plan_by_block(trace)).memory_bytes + room
+    steps = [
+        predict_fsdp(trace, cost, plan)
+        for plan in all_plans(trace)
+        if all(len(group) == 1 for group in plan.groups if not set(repeated).isdisjoint(group))
+    ]
+    best_s = min((step.iteration_s for step in steps if step.memory_bytes <= limit), default=0.0)
+    for plan in (plan_fsdp(trace, cost, memory_limit=limit), plan_by_block(trace)):
+        assert all(len(group) == 1 for group in plan.groups if not set(repeated).isdisjoint(group))
+    assert plan_fsdp(trace, cost, memory_limit=limit).predicted["iteration_s"] == pytest.approx(best_s)
+
+
+def test_of_many_modules_those_that_run_again_are_kept_apart_too() -> None:
+    layers = tuple(LayerTrace(f"h.{place}.{part}.w", 1.0, 10, 1.0) for place in reversed(range(12)) for part in "ab")
+    trace = ModelTrace("toy", 24.0, layers, {"repeated": ["h.4", "h.4.a", "h.11"]})
+    for limit in (None, 700):
+        plan = plan_fsdp(trace, LinearCost(workers=2, startup_s=5.0, per_byte_s=0.01), memory_limit=limit)
+        assert {("h.4",), ("h.11",)} <= set(plan.groups)
+        assert len(plan.groups) < 12, "the others are merged"
+
+
 def frozen(name: str, size: int, after: str, share: float = 0.0) -> dict[str, object]:
     return {"name": name, "bytes": size, "within": "a.w", "share": share, "next": after}
 
@@ -370,6 +400,26 @@ def test_what_fits_when_a_frozen_head_is_kept_is_found() -> None:
         assert found["iteration_s"] <= by_block.iteration_s
     with pytest.raises(PlanError, match=f"the least is {by_block.memory_bytes} B a rank"):
         plan_fsdp(trace, cost, memory_limit=by_block.memory_bytes - 1)
+
+
+@pytest.mark.parametrize("model", [f"{name}-h200-b32" for name in ("bert", "resnet50", "vgg16", "vit_b_16")])
+def test_the_least_that_is_printed_fits_when_it_is_given_back(model: str) -> None:
+    trace, cost = load_trace(model), load_network("25gbe").cost(4)
+    for precision in (Precision(), Precision(0.5, 1.0)):
+        with pytest.raises(PlanError) as refused:
+            plan_fsdp(trace, cost, memory_limit=1, precision=precision)
+        printed = re.search(r"fits into 1 B: the least is (.*) a rank", str(refused.value))
+        assert printed
+        limit = parse_bytes(printed[1])
+        found = plan_fsdp(trace, cost, memory_limit=limit, precision=precision).predicted["memory_bytes"]
+        assert 0.98 * limit <= found <= limit
+
+
+@given(st.integers(0, 10**14))
+def test_sizes_are_rounded_up_where_they_are_needed_and_down_where_they_are_there(size: int) -> None:
+    up, down = (parse_bytes(format_bytes(size, to)) for to in ("up", "down"))
+    assert down <= size <= up
+    assert up - down <= 0.01 * size
 
 
 def test_units_are_blocks_attention_is_one_and_what_blocks_are_in_is_the_roots() -> None:

@@ -9,7 +9,18 @@ from mgwfbp.errors import TraceError
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import quote
 
-__all__ = ["ROOT", "Unit", "blocks_of", "idle_of", "root_of", "units_of", "units_of_names", "whole_units"]
+__all__ = [
+    "ROOT",
+    "Unit",
+    "blocks_of",
+    "borders_of",
+    "frozen_bytes_of",
+    "idle_of",
+    "root_of",
+    "units_of",
+    "units_of_names",
+    "whole_units",
+]
 
 # What the rest of the model is called: parameters of no module that is a unit.
 ROOT = ""
@@ -25,6 +36,7 @@ class Unit:
     forward_s: float = 0.0
     backward_s: float = 0.0
     goes_back: bool = False  # whether the backward pass reaches it
+    is_alone: bool = False  # it runs again in a step: no group may have others beside it
 
     def plus(self, other: "Unit") -> "Unit":
         """Return it with the parameters of another, and what these compute."""
@@ -35,6 +47,7 @@ class Unit:
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
             goes_back=self.goes_back or other.goes_back,
+            is_alone=self.is_alone or other.is_alone,
         )
 
 
@@ -133,16 +146,26 @@ def whole_units(trace: ModelTrace) -> dict[str, Unit]:
     """Return the units by name, in forward order, and what is in none as `ROOT`."""
     parts = _parts(trace)
     unit_of = units_of_names([part.name for part in parts])
-    whole: dict[str, Unit] = {}
+    repeated, whole = set(trace.source.get("repeated", ())), dict[str, Unit]()
     for part in parts:
         name = unit_of[part.name]
-        whole[name] = whole.get(name, Unit(name)).plus(part)
+        whole[name] = whole.get(name, Unit(name, is_alone=name in repeated)).plus(part)
     return whole
 
 
+def borders_of(units: Sequence[Unit]) -> frozenset[int]:
+    """Return where groups of these units must end: before and behind each that must be alone.
+
+    >>> borders_of([Unit("a"), Unit("b"), Unit("c", is_alone=True), Unit("d")])
+    frozenset({2, 3})
+    """
+    alone = [place for place, unit in enumerate(units) if unit.is_alone]
+    return frozenset({*alone, *(place + 1 for place in alone)} - {0})
+
+
 def idle_of(trace: ModelTrace) -> list[str]:
-    """Return the units that a step has no use for: all of their parameters are trained, and none gets a gradient."""
-    unused = set(trace.source.get("unused", ()))
+    """Return the units that a step has no use for: no parameter gets a gradient, and of frozen ones none is read."""
+    unused = {*trace.source.get("unused", ()), *trace.source.get("unread", ())}
     parts = _parts(trace)
     unit_of = units_of_names([part.name for part in parts])
     used = {unit_of[part.name] for part in parts if part.name not in unused}
@@ -150,16 +173,23 @@ def idle_of(trace: ModelTrace) -> list[str]:
 
 
 def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
-    """Return the units that stay with the root, in forward order: those given, and those that are read but not called.
+    """Return the units that stay with the root, in forward order: those given, that share parameters, or are only read.
 
-    FSDP2 gathers a module's parameters when the module is called: those of a head whose weight another function reads
-    it does not gather by themselves. Where nothing was seen to be called (a compiled model) this says nothing.
+    FSDP2 gathers a parameter with one group, and a module's parameters when the module is called: those of a head whose
+    weight another function reads it does not gather by themselves. Where nothing was seen to be called (a compiled
+    model) this says nothing.
     """
     units, idle = [name for name in whole_units(trace) if name != ROOT], set(idle_of(trace))
     silent = set(trace.source.get("not_called", ()))
     if silent.issuperset(units):
         silent = set()
-    return [name for name in units if name in root or (name in silent and name not in idle)]
+    stays = {*root, *silent, *trace.source.get("shared", ())} - idle
+    return [name for name in units if name in stays]
+
+
+def frozen_bytes_of(trace: ModelTrace) -> int:
+    """Return how large the frozen parameters are that a trace names."""
+    return sum(one["bytes"] for one in _frozen(trace))
 
 
 def _parts(trace: ModelTrace) -> list[Unit]:

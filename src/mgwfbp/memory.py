@@ -21,16 +21,18 @@ __all__ = [
 STATES = 2
 
 
-def ddp_memory_bytes(num_bytes: int, states: float = STATES) -> int:
+def ddp_memory_bytes(num_bytes: int, states: float = STATES, frozen_bytes: int = 0) -> int:
     """Return what a rank of torch's DDP holds: parameters, gradients, their buckets, and the optimizer's state.
 
-    >>> ddp_memory_bytes(100)
-    500
+    >>> ddp_memory_bytes(100), ddp_memory_bytes(100, frozen_bytes=7)
+    (500, 507)
     """
-    return ceil((3 + states) * num_bytes)
+    return ceil((3 + states) * num_bytes) + frozen_bytes
 
 
-def sharded_memory_bytes(num_bytes: int, all_reduced_bytes: int, workers: int, states: float = STATES) -> int:
+def sharded_memory_bytes(
+    num_bytes: int, all_reduced_bytes: int, workers: int, states: float = STATES, frozen_bytes: int = 0
+) -> int:
     """Return what a rank holds at most with a sharded optimizer: as DDP, but a share of the state of what is sharded.
 
     Gathered parameters land in memory of their own, which is as large as all that is sharded where no gather was asked
@@ -40,7 +42,8 @@ def sharded_memory_bytes(num_bytes: int, all_reduced_bytes: int, workers: int, s
     (450, 500)
     """
     sharded = num_bytes - all_reduced_bytes
-    return 3 * num_bytes + sharded + ceil(states * all_reduced_bytes) + ceil(states * sharded / workers)
+    state_bytes = ceil(states * all_reduced_bytes) + ceil(states * sharded / workers)
+    return 3 * num_bytes + sharded + state_bytes + frozen_bytes
 
 
 class Precision(NamedTuple):

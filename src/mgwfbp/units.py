@@ -1,6 +1,8 @@
 """Seconds, bytes, counts, names and types of numbers as people read them."""
 
 import re
+from math import ceil, floor
+from typing import Literal
 
 __all__ = [
     "format_bytes",
@@ -37,14 +39,20 @@ def format_range(low_s: float, high_s: float) -> str:
     return f"{low_s / scale:.4g} to {number} {unit}"
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Decimal units, as link rates have.
+def format_bytes(num_bytes: float, to: Literal["nearest", "up", "down"] = "nearest") -> str:
+    """Three digits and decimal units, as link rates have; what is needed is rounded up, and what there is down.
 
-    >>> [format_bytes(b) for b in (0, 4000, 102_228_128)]
-    ['0 B', '4 kB', '102 MB']
+    >>> [format_bytes(b) for b in (0, 4000, 102_228_128, 999_600_000)]
+    ['0 B', '4 kB', '102 MB', '1 GB']
+    >>> format_bytes(102_228_128, "up"), format_bytes(999_900, "up"), format_bytes(102_928_128, "down")
+    ('103 MB', '1 MB', '102 MB')
     """
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= scale:
+    if to != "nearest":
+        whole = ceil(num_bytes) if to == "up" else floor(num_bytes)
+        step = 10 ** max(0, len(str(whole)) - 3)
+        num_bytes = (whole + (step - 1 if to == "up" else 0)) // step * step
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= 0.9995 * scale:
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes:.0f} B"
 
@@ -63,7 +71,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{quote(text)}, expected a size such as 40GiB or 512MB")
     number, letter, binary = found.groups()
     power = " KMGT".index(letter.upper()) if letter else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    return round(float(number) * float(1024 if binary else 1000) ** power)
 
 
 def format_dtype(dtype: object) -> str:

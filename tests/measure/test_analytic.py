@@ -50,6 +50,41 @@ def test_operations_of_a_linear_layer_by_hand() -> None:
     assert count.backward_flops == 2 * 2 * (5 * 7 + 2 * 7 * 3)  # the input of the first layer needs no gradient
 
 
+class Tower(nn.Module):
+    """Frozen layers before and between others, one that runs twice, and one that is read without being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.stem = nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.middle, self.last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.head, self.spare = nn.Linear(6, 3), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.middle(self.last(self.stem(self.tower(x)))))
+        return x @ self.head.weight.T
+
+
+def test_what_is_frozen_runs_again_or_is_not_called_is_recorded_as_where_it_is_measured() -> None:
+    measured = measure_backward(Tower(), torch.ones(2, 4), lambda output: output.sum(), steps=1, warmup=0)
+    with torch.device("meta"):
+        counted = measure_analytic(Workload("t", Tower(), torch.ones(2, 4), 2, lambda output: output.sum()), PLAIN)
+    for key in ("not_called", "repeated", "unused", "unread"):
+        assert counted.source[key] == measured.source[key] != ()
+    assert (counted.source["not_called"], counted.source["repeated"]) == (("head", "spare"), ("last",))
+    assert counted.source["unread"] == ("spare.weight", "spare.bias")
+    # Where parameters are used together a real clock tells which came first.
+    where = [
+        {one["name"]: (one["bytes"], one["next"]) for one in trace.source["frozen"]} for trace in (counted, measured)
+    ]
+    assert where[0] == where[1]
+    assert where[0]["tower.weight"] == (96, "stem.weight")
+    # Five kernels run from when `last` begins, the one of `middle` and those behind it among them.
+    assert sum(one["share"] for one in counted.source["frozen"] if one["name"].startswith("middle")) == pytest.approx(
+        0.8
+    )
+    assert sum(layer.forward_s or 0.0 for layer in counted.layers) == pytest.approx(counted.forward_s)
+
+
 def test_times_by_hand() -> None:
     """On a device on which only arithmetic takes time, times are operations over its rate."""
     with torch.device("meta"):

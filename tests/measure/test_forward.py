@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mgwfbp import measure_backward
+from mgwfbp import LinearCost, measure_backward
 from mgwfbp.measure.analytic import measure_analytic
 from mgwfbp.measure.devices import Device
 from mgwfbp.measure.forward import FirstUses, split_forward
 from mgwfbp.measure.workload import Workload
+from mgwfbp.planners.fsdp import plan_fsdp
 from tests.measure.models import Checkpointed, Odd, SlowMiddle, tiny_transformer
 
 
@@ -197,3 +198,32 @@ def test_counted_layers_take_their_operations() -> None:
     fast = measure_analytic(workload, device, images_per_second=10.0)
     assert sum(layer.forward_s or 0.0 for layer in fast.layers) == pytest.approx(fast.forward_s)
     assert fast.compute_s == pytest.approx(2 / 10.0)
+
+
+class Tied(nn.Module):
+    """An embedding with the weight of the head, and a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.extra = nn.ParameterList([torch.ones(4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens)) * self.extra[0])  # type: ignore[no-any-return]
+
+
+def test_what_shares_parameters_or_has_no_forward_pass_is_in_a_trace_and_stays_with_the_root_of_its_plans() -> None:
+    tokens = torch.tensor([[1, 2], [3, 4]])
+    trace = measure_backward(Tied(), tokens, lambda output: output.sum(), steps=1, warmup=0)
+    with torch.device("meta"):
+        counted = measure_analytic(
+            Workload("t", Tied(), tokens.to("meta"), 2, lambda output: output.sum()), Device("d", 1.0, 1.0, 0.0, "made")
+        )
+    for one in (trace, counted):
+        assert (one.source["shared"], one.source["not_called"]) == (("embed",), ("extra",))
+        assert plan_fsdp(one, LinearCost(2, 1e-9, 1e-12)).root == ("embed", "extra")
+        # All of it is known beforehand, as where it is planned for a model that is there.
+        least = plan_fsdp(one, LinearCost(2, 1e-9, 1e-12), root=("embed", "extra")).predicted
+        assert plan_fsdp(one, LinearCost(2, 1e-9, 1e-12)).predicted == least

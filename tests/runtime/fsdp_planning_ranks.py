@@ -16,6 +16,7 @@ import mgwfbp
 from mgwfbp import FsdpPlan, LayerTrace, LinearCost, ModelTrace
 from mgwfbp.costs import ShardedCost
 from mgwfbp.fsdp import predict_fsdp
+from mgwfbp.measure.backward import measure_backward
 from mgwfbp.measure.beside import Load
 from mgwfbp.runtime.fsdp.planning import FsdpInputs, Place, cost_beside, make_plan
 from tests.runtime.fsdp_ranks import (
@@ -162,7 +163,7 @@ def limits() -> dict[str, Any]:
 
 
 class Tower(nn.Module):
-    """Frozen blocks before those that are trained, a module that nothing runs, and a head that is read, not called."""
+    """Frozen blocks before others, modules that nothing runs, and such as are read without being called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,11 +171,12 @@ class Tower(nn.Module):
         self.stem, self.head, self.extra = nn.Linear(4, 6), nn.Linear(6, 3, bias=False), nn.Linear(6, 6)
         self.h = nn.ModuleList(Block() for _ in range(3))
         self.h[1].narrow.requires_grad_(False)
+        self.read, self.spare = (nn.Linear(6, 6).requires_grad_(False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.tower, self.stem, *self.h):
             x = block(x)
-        return nn.functional.linear(x, self.head.weight)
+        return nn.functional.linear(nn.functional.linear(x, self.read.weight), self.head.weight)
 
 
 def odd() -> dict[str, Any]:
@@ -198,11 +200,11 @@ def odd() -> dict[str, Any]:
     )
     for title, plan in (("planned", planned.plan), ("resharded", each)):
         torch.manual_seed(3)
-        model = mgwfbp.fully_shard(Tower(), plan)
+        lines, model = heard(partial(mgwfbp.fully_shard, Tower(), plan))
         error = difference(
             (train(way, model, torch.optim.SGD(model.parameters(), **way.options)), whole(model)), expected
         )
-        found[title] = {"difference": error, "events": events_of(model)}
+        found[title] = {"difference": error, "events": events_of(model), "said": lines}
     return {
         **found,
         "plan": planned.plan.to_json(),
@@ -216,7 +218,9 @@ def profiled() -> dict[str, Any]:
     names = ("tower.0", "tower.1", "stem", "h.0", "h.1", "h.2")
     plans = {
         Blocks: plan_of(Blocks, 2, 2, 2, 1, reshard=(True, True, False, True)),
-        Tower: FsdpPlan("toy", tuple((name,) for name in names), (True,) * 6, root=("head",), idle=("extra",)),
+        Tower: FsdpPlan(
+            "toy", tuple((name,) for name in names), (True,) * 6, root=("head", "read"), idle=("extra", "spare")
+        ),
     }
     for kind, plan in plans.items():
         model, x = mgwfbp.fully_shard(kind(), plan), torch.rand(5, 4)
@@ -235,6 +239,9 @@ def refused() -> dict[str, Any]:
     trace, batch = trace_of(model), torch.rand(5, 4)
     COST.save(folder / f"cost{rank}.json")
     trace.save(folder / f"trace{rank}.json")
+    tower = measure_backward(Tower(), batch, loss, steps=1, warmup=0)
+    wider = Blocks()
+    wider.head = nn.Linear(6, 5)
     other = ModelTrace("other", 1.0, (LayerTrace("alone.w", 1.0, 4),))
 
     def give(**given: Any) -> str:
@@ -250,6 +257,9 @@ def refused() -> dict[str, Any]:
         "size": give(trace=trace, cost=COST, memory_limit="much"),
         "workers": give(trace=trace, cost=LinearCost(4, 1.0, 1.0)),
         "other": give(trace=other, cost=COST),
+        "larger": give(trace=trace_of(wider), cost=COST),
+        "in 16 bits": give(trace=trace_of(Blocks().bfloat16()), cost=COST),
+        "thawed": told(lambda: mgwfbp.fully_shard(Tower().requires_grad_(), trace=tower, cost=COST)),
         "no file": give(trace=trace, cost=folder / ("cost0.json" if rank == 0 else "none.json")),
         "plan too": give(plan=FsdpPlan("toy", (Blocks.units,), (True,)), batch=batch, cost=COST),
         "reshard_after_forward": give(batch=batch, cost=COST, reshard_after_forward=False),

@@ -86,7 +86,7 @@ def test_training_is_bitwise_torchs_whatever_is_measured_and_rank_0_says_the_pla
             assert one["difference"] == 0.0, name
             planned = [line for line in one["said"] if line.startswith("INFO planned FsdpPlan(")]
             assert len(planned) == (rank == 0), one["said"]
-            kept = [line for line in one["said"] if "keeps with the root" in line]
+            kept = [line for line in one["said"] if "uses too)" in line]
             assert len(kept) == (rank == 0 and name.startswith("Transformer")), one["said"]
 
 
@@ -133,13 +133,18 @@ def test_frozen_modules_are_groups_what_is_read_stays_with_the_root_and_what_not
     two: list[Any],
 ) -> None:
     blocks = [*(f"tower.{place}" for place in range(2)), "stem", *(f"h.{place}" for place in range(3))]
-    for found in (told["odd"] for told in two):
+    begin = "INFO fully_shard keeps with the root, gathered first and never resharded: 'read', 'head' (each is"
+    for rank, found in enumerate(told["odd"] for told in two):
         plan = FsdpPlan.from_json(found["plan"])
-        assert (plan.root, plan.idle) == (("head",), ("extra",))
+        assert (set(plan.root), set(plan.idle)) == ({"head", "read"}, {"extra", "spare"})
+        assert found["planned"]["said"] == [] if rank else [f"{begin} not called by itself)"]
+        assert found["resharded"]["said"] == [] if rank else [f"{begin} put there by the plan)"]
         assert [name for group in plan.groups for name in group] == blocks
-        assert len(found["frozen"]) == 10
+        assert len(found["frozen"]) == 14
         assert found["planned"]["difference"] == found["resharded"]["difference"] == 0.0
-        assert not [one for title in ("planned", "resharded") for one in found[title]["events"] if "extra" in one]
+        every = " ".join(event for title in ("planned", "resharded") for event in found[title]["events"])
+        assert "extra" not in every
+        assert "spare" not in every
         events = found["resharded"]["events"]
         gathers = [one.removeprefix("all_gather ") for one in events if one.startswith("all_gather")]
         # The backward pass ends with the stem: what is frozen before it is not gathered again.
@@ -148,6 +153,7 @@ def test_frozen_modules_are_groups_what_is_read_stays_with_the_root_and_what_not
 
 
 def test_what_cannot_be_planned_is_one_line_on_all_ranks_before_anything_is_wrapped(two: list[Any]) -> None:
+    alien = "the trace of 'toy' is not one of this model ({}): measure it again, or give batch="
     expected = {
         "nothing": "there is no plan and nothing to make one of: give batch=, what the model is called with, so that "
         "it can be measured, or trace=, or plan=",
@@ -157,6 +163,13 @@ def test_what_cannot_be_planned_is_one_line_on_all_ranks_before_anything_is_wrap
         "workers": "cost is of 4 workers, and parameters are sharded over 2: measure it there",
         "other": "the trace of 'other' is not one of this model ('alone' is in the trace only): measure it again, or "
         "give batch=",
+        "larger": alien.format("'head' has 84 B, 84 of them trained, and in the trace 140 B, 140 of them trained"),
+        "in 16 bits": alien.format(
+            "what is in no module has 4 B, 4 of them trained, and in the trace 2 B, 2 of them trained"
+        ),
+        "thawed": alien.replace("toy", "Tower").format(
+            "'h.1' has 492 B, 492 of them trained, and in the trace 492 B, 252 of them trained"
+        ),
         "plan too": "plan is given, and batch and cost to make one of: leave out one or the other",
         "reshard_after_forward": "reshard_after_forward is given, and the plan says it for each group: leave it out",
         "twice": "the model is fully sharded already: give a model as made",

@@ -10,6 +10,7 @@ from mgwfbp.cli.output import talk
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError
 from mgwfbp.fsdp import FsdpPlan, fsdp_lower_bound_s, predict_fsdp, reported_bound_s
+from mgwfbp.fsdp_units import frozen_bytes_of
 from mgwfbp.memory import AS_STORED, STATES, Precision, ddp_memory_bytes, sharded_memory_bytes
 from mgwfbp.planners.fsdp import plan_fsdp
 from mgwfbp.planners.fsdp_by_hand import BY_HAND
@@ -178,8 +179,8 @@ def fastest_words(rows: Iterable[Mapping[str, Any]], limit: int | None) -> str:
     )
     if not fitting:
         least = min(every, key=lambda row: row["memory_bytes"])
-        needed = format_bytes(least["memory_bytes"])
-        room = format_bytes(limit or 0)
+        needed = format_bytes(least["memory_bytes"], "up")
+        room = format_bytes(limit or 0, "down")
         return f"nothing fits into {room}: the least of these is {least['planner']} with {needed} a rank"
     best, others = fitting[0], fitting[1:]
     words = (
@@ -196,16 +197,17 @@ def with_memory(row: dict[str, Any], trace: ModelTrace, workers: int, options: F
     all_reduced = row.get("all_reduced_bytes", trace.grad_bytes)
     needed = row.get("memory_bytes")
     if needed is None:
-        needed = memory_bytes(trace.grad_bytes, all_reduced, workers, options.precision.states)
+        needed = memory_bytes(trace, all_reduced, workers, options.precision.states)
     fits = {} if options.limit is None else {"fits": needed <= options.limit}
     return {**row, "memory_bytes": needed, **fits}
 
 
-def memory_bytes(num_bytes: int, all_reduced_bytes: int, workers: int, states: float = STATES) -> int:
+def memory_bytes(trace: ModelTrace, all_reduced_bytes: int, workers: int, states: float = STATES) -> int:
     """Return what a rank holds that all-reduces so many of its bytes and shards the optimizer of the others."""
+    num_bytes, frozen_bytes = trace.grad_bytes, frozen_bytes_of(trace)
     if all_reduced_bytes == num_bytes:
-        return ddp_memory_bytes(num_bytes, states)
-    return sharded_memory_bytes(num_bytes, all_reduced_bytes, workers, states)
+        return ddp_memory_bytes(num_bytes, states, frozen_bytes)
+    return sharded_memory_bytes(num_bytes, all_reduced_bytes, workers, states, frozen_bytes)
 
 
 def memory_words(needed: int, limit: int | None) -> str:

@@ -209,10 +209,7 @@ def _with_fsdp(rows: list[SweepRow], trace: ModelTrace, grid: Grid, options: Fsd
     fsdp, states = FsdpPlanners(options), options.precision.states
     found = list(sweep_fsdp(trace, grid, fsdp.listed()))
     fsdp.check_any()
-    held = [
-        replace(row, memory_bytes=memory_bytes(trace.grad_bytes, row.all_reduced_bytes, row.workers, states))
-        for row in rows
-    ]
+    held = [replace(row, memory_bytes=memory_bytes(trace, row.all_reduced_bytes, row.workers, states)) for row in rows]
     points = dict.fromkeys((row.scale, row.workers, row.network) for row in rows)
     every = [*held, *found]
     return [row for point in points for row in every if (row.scale, row.workers, row.network) == point]

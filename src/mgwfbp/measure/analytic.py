@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
-from mgwfbp.measure.forward import FirstUses, split_forward
+from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
 from mgwfbp.measure.meta import call
+from mgwfbp.measure.modules import noting_reads, owned_by
 from mgwfbp.measure.operations import flops_of, takes_no_time
-from mgwfbp.measure.workload import Workload, trainable
+from mgwfbp.measure.workload import Workload, frozen, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype
 
@@ -91,7 +92,7 @@ def measure_analytic(
             device's rate for them, traffic has the size that it has then, gradients are the parameters' own.
 
     Returns:
-        The trace; ``source`` says how it was made.
+        The trace; ``source`` says how it was made, and of frozen parameters and modules what `measure_backward` says.
 
     Raises:
         MeasureError: where the model cannot be counted without values, is not on the meta device, or the device has no
@@ -157,7 +158,9 @@ def _run(
         raise MeasureError("the model is not on the meta device: build it with device='meta'")
     ready_s: dict[str, float] = {}
     clock = _VirtualClock(device)
-    uses = FirstUses(workload.model, [parameter for _, parameter in parameters], lambda: clock.now_s)
+    rest = dict(frozen(workload.model))
+    every = [*parameters, *rest.items()]
+    uses = FirstUses(workload.model, [parameter for _, parameter in every], lambda: clock.now_s)
 
     def note(name: str) -> Any:
         def ready(_: Tensor) -> None:
@@ -172,7 +175,8 @@ def _run(
         for _, parameter in parameters:
             parameter.grad = None  # one that is there is added to, which would count
         with clock:
-            with uses, autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext():
+            autocast = autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext()
+            with uses, noting_reads(workload.model, rest.values()) as read, autocast:
                 loss = workload.loss()
             forward_s, forward_flops = clock.now_s, clock.flops
             loss.backward()
@@ -183,15 +187,20 @@ def _run(
             parameter.grad = gradient
     if not ready_s:
         raise MeasureError("the backward pass gave no parameter a gradient; does the loss depend on the model?")
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters}
-    unused = [name for name in sizes if name not in ready_s]
+    sizes = {name: parameter.nbytes for name, parameter in every}
+    unused = [name for name, _ in parameters if name not in ready_s]
     moments = {**dict.fromkeys(unused, forward_s), **ready_s}
-    began_s = {parameters[place][0]: moment_s for place, moment_s in uses.moments().items()}
-    first_use_s = {name: began_s.get(name, 0.0) for name in ready_s}
-    layers = layers_of(
-        [(name, moment_s, sizes[name]) for name, moment_s in moments.items()],
-        forward_s,
-        split_forward(first_use_s, list(moments), forward_s),
-    )
-    trace = ModelTrace(workload.name, forward_s, layers, {"unused": unused})
+    began_s = {every[place][0]: moment_s for place, moment_s in uses.moments().items()}
+    first_use_s = {name: began_s.get(name, 0.0) for name in sizes if name not in unused}
+    parts_s = split_forward({name: first_use_s[name] for name in ready_s}, list(moments), forward_s)
+    layers = layers_of([(name, moment_s, sizes[name]) for name, moment_s in moments.items()], forward_s, parts_s)
+    modules = uses.modules()
+    silent = owned_by(modules["not_called"], rest)
+    source = {
+        "unused": unused,
+        "unread": [name for name, parameter in silent.items() if id(parameter) not in read],
+        **modules,
+        "frozen": frozen_parts({name: sizes[name] for name in rest}, parts_s, list(ready_s), first_use_s, forward_s),
+    }
+    trace = ModelTrace(workload.name, forward_s, layers, source)
     return trace, OperationCount(forward_flops, clock.flops - forward_flops, clock.kernels)

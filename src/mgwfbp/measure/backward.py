@@ -2,10 +2,9 @@
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import accumulate
 from statistics import median, quantiles
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import Moment, clock_for
-from mgwfbp.measure.forward import FirstUses, split_forward
+from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
 from mgwfbp.measure.hooks import GradientHooks
-from mgwfbp.measure.workload import LossFn, default_loss, run_to_loss, trainable
+from mgwfbp.measure.modules import noting_reads, owned_by
+from mgwfbp.measure.workload import LossFn, default_loss, frozen, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype, quote
 
@@ -58,10 +58,12 @@ def measure_backward(
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
-    modules were not called (``not_called``). Shared parameters appear once. What each layer takes in the forward pass,
-    from its first use to that of the layer begun next, is measured afterwards, in forward passes of their own. The
-    model's parameters, buffers and gradients and all random generators are afterwards as they were, and no hook is left
-    on the model; no optimizer is involved. Needs no process group.
+    modules were not called (``not_called``), run again (``repeated``) or share parameters with others (``shared``);
+    frozen parameters that nothing calls or reads are ``unread``.
+    Shared parameters appear once. What each layer takes in the forward pass, from its first use to that of the layer
+    begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and gradients
+    and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is involved.
+    Needs no process group.
 
     Args:
         model: on the device where it is to be measured.
@@ -108,6 +110,7 @@ def measure_backward(
             forwards.append(runs.observed_forward())
             if on_step is not None:
                 on_step()
+        unread = runs.unread(forwards[0].modules["not_called"])
     source = {
         "measured": "backward",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -115,10 +118,11 @@ def measure_backward(
         "autocast": format_dtype(autocast_dtype) if autocast_dtype else None,
         "accumulation_steps": accumulation_steps,
         "steps": steps,
+        "unread": unread,
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }
-    return _combine(name or type(model).__name__, [*parameters, *_frozen(model)], seen, forwards, source)
+    return _combine(name or type(model).__name__, [*parameters, *frozen(model)], seen, forwards, source)
 
 
 @contextlib.contextmanager
@@ -142,7 +146,7 @@ class _Forward:
 
     forward_s: float  # the whole of it, hooks included
     first_use_s: dict[int, float]  # by parameter, trained ones and then frozen ones
-    not_called: tuple[str, ...]  # modules
+    modules: dict[str, list[str]]  # what it showed of modules, see `FirstUses.modules`
 
 
 class _Runs:
@@ -160,7 +164,7 @@ class _Runs:
     ) -> None:
         self._model, self._batch, self._loss_fn = model, batch, loss_fn
         self._parameters = [parameter for _, parameter in parameters]
-        self._frozen = [parameter for _, parameter in _frozen(model)]
+        self._frozen = [parameter for _, parameter in frozen(model)]
         self._device, self._accumulation_steps, self._autocast_dtype = device, accumulation_steps, autocast_dtype
         self._clock = clock_for(device)
 
@@ -222,7 +226,16 @@ class _Runs:
         }
         forward_s = self._clock.between_s(start, end)
         self._clock.forget()
-        return _Forward(forward_s, first_use_s, tuple(uses.not_called(self._model)))
+        return _Forward(forward_s, first_use_s, uses.modules())
+
+    def unread(self, not_called: Sequence[str]) -> list[str]:
+        """Do a forward pass, where there are any, and return the frozen parameters that nothing calls or reads."""
+        silent = owned_by(not_called, dict(frozen(self._model)))
+        if not silent:
+            return []
+        with noting_reads(self._model, silent.values()) as read:
+            self._to_loss()
+        return [name for name, parameter in silent.items() if id(parameter) not in read]
 
     def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
         """Do one step; return when it began, when the last forward pass had ended, and when all had."""
@@ -255,10 +268,6 @@ class _Runs:
         )
         with autocast:
             return run_to_loss(self._model, self._batch, self._loss_fn)
-
-
-def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def _wire_bytes(parameter: nn.Parameter) -> int:
@@ -353,11 +362,14 @@ def _combine(
         "unused": [parameters[slot][0] for slot in unused],
         "sparse": [parameters[slot][0] for slot in sorted(frozenset().union(*(step.sparse for step in steps)))],
         "num_orders": len(orders),
-        "not_called": list(forwards[0].not_called),
-        "frozen": [
-            {"name": parameters[slot][0], "bytes": _wire_bytes(parameters[slot][1]), **part}
-            for slot, part in _frozen_parts([one for one, _ in parameters], forwards, parts_s, order).items()
-        ],
+        **forwards[0].modules,
+        "frozen": frozen_parts(
+            {name: _wire_bytes(parameter) for name, parameter in parameters[len(steps[0].grad_bytes) :]},
+            {parameters[slot][0]: part_s for slot, part_s in parts_s.items()},
+            [parameters[slot][0] for slot in order],
+            {name: median(one.first_use_s[slot] for one in forwards) for slot, (name, _) in enumerate(parameters)},
+            median(one.forward_s for one in forwards),
+        ),
     }
     return ModelTrace(name, forward_s, layers, source)
 
@@ -368,33 +380,6 @@ def _split(forwards: list[_Forward], used: set[int], order: list[int], forward_s
     factor = forward_s / hooked_s if hooked_s else 0.0
     first_use_s = {slot: median(forward.first_use_s[slot] for forward in forwards) * factor for slot in used}
     return split_forward(first_use_s, order, forward_s)
-
-
-def _frozen_parts(
-    names: list[str], forwards: list[_Forward], parts_s: dict[int, float], order: list[int]
-) -> dict[int, dict[str, Any]]:
-    """Return of each frozen parameter, in the order of first uses, where it stands among layers and what it takes.
-
-    That is the layer which is used next, and which share of which layer's part of the forward pass is its own: of the
-    one begun last before it, or first of all. A layer that is used without being called counts as used no earlier than
-    those before it.
-    """
-    frozen = [slot for slot in range(len(names)) if slot not in parts_s]
-    first_use_s = {slot: median(forward.first_use_s[slot] for forward in forwards) for slot in [*order, *frozen]}
-    whole_s = median(forward.forward_s for forward in forwards)
-    factor = sum(parts_s.values()) / whole_s if whole_s else 0.0
-    alone_s = split_forward(first_use_s, [*order, *frozen], whole_s)
-    in_turn = list(reversed(order))
-    begun = sorted(in_turn, key=first_use_s.__getitem__)
-    latest_s = dict(zip(in_turn, accumulate((first_use_s[slot] for slot in in_turn), max), strict=True))
-    found: dict[int, dict[str, Any]] = {}
-    for slot in sorted(frozen, key=first_use_s.__getitem__):
-        at_s = first_use_s[slot]
-        around = next((one for one in reversed(begun) if first_use_s[one] < at_s), begun[0])
-        share = min(1.0, alone_s[slot] * factor / parts_s[around]) if parts_s[around] else 0.0
-        follower = next((names[one] for one in in_turn if latest_s[one] >= at_s), None)
-        found[slot] = {"within": names[around], "share": share, "next": follower}
-    return found
 
 
 def _quartiles(values: list[float]) -> list[float]:

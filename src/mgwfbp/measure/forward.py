@@ -6,19 +6,27 @@ module that runs more than once, the first counts. Where no owner runs, because 
 ``MultiheadAttention`` does with those of ``out_proj``, or whoever has a ``ParameterList``), the parameter goes with the
 nearest module around it that runs. So do those of compiled and scripted models, inside of which no hook is called: all
 of them are used from the start, and a sharded optimizer waits for all of them before such a model begins.
+
+[Note: modules that run again]
+FSDP2 ends the forward pass of a group when all of its modules have run. A module that runs more than once in a step, or
+outside of the model's own forward pass (a head that the loss calls), would begin it anew, with modules that do not run
+again: torch fails in the backward pass (pytorch#183702), or computes with shards. So such a module is a group by
+itself, which torch gathers for each use. Calls are counted from where the model begins: what accumulates gradients, or
+calls the whole model twice, repeats all of it.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mgwfbp.measure.clock import Moment
+from mgwfbp.measure.modules import called_of, shared_units, unit_names
 
-__all__ = ["FirstUses", "split_forward"]
+__all__ = ["FirstUses", "frozen_parts", "split_forward"]
 
 Layer = TypeVar("Layer", bound=Hashable)
 
@@ -33,7 +41,7 @@ class FirstUses:
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor], now: Callable[[], Moment]) -> None:
-        self._modules, self._now = list(model.modules()), now
+        self._model, self._modules, self._now = model, list(model.modules()), now
         self._parents: dict[int, list[int]] = {}
         owners: dict[int, list[int]] = {}
         for module in self._modules:
@@ -43,6 +51,8 @@ class FirstUses:
                 owners.setdefault(id(parameter), []).append(id(module))
         self._owners = [owners.get(id(parameter), []) for parameter in parameters]
         self._began: dict[int, Moment] = {}  # by module, in the order in which they began
+        self._is_inside, self._ran = False, set[int]()  # since the model began
+        self._again = set[int]()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -50,6 +60,7 @@ class FirstUses:
         self._handles = [
             module.register_forward_pre_hook(partial(self._note, id(module)), prepend=True) for module in self._modules
         ]
+        self._handles.append(self._model.register_forward_hook(self._note_end))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,23 +71,46 @@ class FirstUses:
     def _note(self, module: int, *_: Any) -> None:
         if module not in self._began:
             self._began[module] = self._now()
+        if module == id(self._model):
+            self._is_inside, self._ran = True, set()
+        elif module in self._ran or not self._is_inside:
+            self._again.add(module)
+        self._ran.add(module)
 
-    def not_called(self, model: nn.Module) -> list[str]:
-        """Return the modules with parameters in them that did not run, though they can, by name.
+    def _note_end(self, *_: Any) -> None:
+        self._is_inside = False
 
-        A compiled or scripted module calls no hooks of those inside: of them nothing is known.
+    def modules(self) -> dict[str, list[str]]:
+        """Return what was seen of modules, by name, as the source of a trace has it."""
+        shared = sorted(shared_units(self._model, unit_names(self._model)))
+        return {"not_called": self.not_called(), "repeated": self.repeated(), "shared": shared}
+
+    def repeated(self) -> list[str]:
+        """Return the modules with parameters in them that run again, see [Note: modules that run again], by name."""
+        return [name for name, module in _with_parameters(self._model) if id(module) in self._again]
+
+    def not_called(self) -> list[str]:
+        """Return the modules with parameters in them that did not run, by name.
+
+        Of those that cannot run, lists of modules, these are the ones whose modules can be no group: they run again, or
+        are not all that has parameters. A compiled or scripted module calls no hooks of those inside: of them nothing
+        is known.
         """
         found, opaque = [], list[str]()
-        for name, module in model.named_modules():
-            if any(name == outer or name.startswith(f"{outer}.") for outer in opaque):
+        for name, module in _with_parameters(self._model):
+            if any(name.startswith(f"{outer}.") for outer in opaque):
                 continue
             if _is_opaque(module):
                 opaque.append(name)
                 if not name:
                     return []
                 continue
-            has_forward = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
-            if has_forward and id(module) not in self._began and next(module.parameters(), None) is not None:
+            parts = called_of(module)
+            if parts == [module]:
+                is_silent = id(module) not in self._began
+            else:
+                is_silent = parts is None or any(id(part) in self._again for part in parts)
+            if is_silent:
                 found.append(name)
         return found
 
@@ -95,6 +129,10 @@ class FirstUses:
             if began:
                 found[place] = self._began[min(began, key=places.__getitem__)]
         return found
+
+
+def _with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if next(module.parameters(), None) is not None]
 
 
 def _is_opaque(module: nn.Module) -> bool:
@@ -127,3 +165,43 @@ def split_forward(
     taken_s = dict.fromkeys(ready_order, 0.0)
     taken_s.update((layer, end_s - start_s) for layer, (start_s, end_s) in zip(begun, pairwise(cuts_s), strict=False))
     return taken_s
+
+
+def frozen_parts(
+    frozen_bytes: Mapping[str, int],
+    parts_s: Mapping[str, float],
+    ready_order: Sequence[str],
+    first_use_s: Mapping[str, float],
+    forward_s: float,
+) -> list[dict[str, Any]]:
+    """Return of each frozen parameter, in the order of first uses, where it stands among layers and what it takes.
+
+    That is the layer which is used next, and which share of which layer's part of the forward pass is its own: of the
+    one begun last before it, or first of all. A layer that is used without being called counts as used no earlier than
+    those before it.
+
+    Args:
+        frozen_bytes: how large they are.
+        parts_s: what layers take of the forward pass, which may be scaled.
+        ready_order: layers that get a gradient, in the order in which these are ready.
+        first_use_s: when each of both is begun, from the start of a forward pass.
+        forward_s: when that ends.
+
+    >>> first_use_s = {"a": 0.0, "tower": 1.0, "b": 3.0}
+    >>> frozen_parts({"tower": 8}, {"a": 3.0, "b": 1.0}, ["b", "a"], first_use_s, 4.0)
+    [{'name': 'tower', 'bytes': 8, 'within': 'a', 'share': 0.6666666666666666, 'next': 'b'}]
+    """
+    factor = sum(parts_s.values()) / forward_s if forward_s else 0.0
+    alone_s = split_forward(first_use_s, [*ready_order, *frozen_bytes], forward_s)
+    in_turn = list(reversed(ready_order))
+    begun = sorted(in_turn, key=first_use_s.__getitem__)
+    latest_s = dict(zip(in_turn, accumulate((first_use_s[layer] for layer in in_turn), max), strict=True))
+    found = []
+    for name in sorted(frozen_bytes, key=first_use_s.__getitem__):
+        at_s = first_use_s[name]
+        around = next((one for one in reversed(begun) if first_use_s[one] < at_s), begun[0])
+        share = min(1.0, alone_s[name] * factor / parts_s[around]) if parts_s[around] else 0.0
+        follower = next((one for one in in_turn if latest_s[one] >= at_s), None)
+        part = {"name": name, "bytes": frozen_bytes[name], "within": around, "share": share, "next": follower}
+        found.append(part)
+    return found

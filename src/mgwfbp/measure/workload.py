@@ -20,6 +20,7 @@ __all__ = [
     "Workload",
     "build_workload",
     "default_loss",
+    "frozen",
     "run_model",
     "run_to_loss",
     "torchvision_models",
@@ -235,3 +236,8 @@ def _factory(spec: str, batch_size: int | None, device: torch.device) -> Workloa
 def trainable(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Walk over the parameters that get a gradient, shared ones once, as DDP does."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def frozen(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Walk over the parameters that get none."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)

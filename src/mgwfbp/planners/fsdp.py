@@ -12,6 +12,8 @@ and goes on from there. What it finds need not be the best, but is never behind 
 memory. How far it is from a time that no plan undercuts, `fsdp_lower_bound_s`, is in what it predicts; how far from the
 best of all plans of small models was measured: docs/optimality.md.
 
+Modules that run again in a step are groups by themselves in every plan ([Note: modules that run again]).
+
 The same is done with all that is no block in the root's group, as in the second way to wrap by hand: one message less
 in each pass, which may be worth its memory.
 
@@ -92,8 +94,8 @@ def _find(problem: Problem, *, is_short: bool = False) -> Found:
     found = search.best(plan_by_block(trace, at_root), is_short=is_short)
     if found is None:
         raise PlanError(
-            f"no plan for {quote(trace.model)} fits into {format_bytes(problem.limit or 0)}: the least is "
-            f"{format_bytes(search.least.memory_bytes)} a rank, with every module by itself and all resharded"
+            f"no plan for {quote(trace.model)} fits into {format_bytes(problem.limit or 0, 'down')}: the least is "
+            f"{format_bytes(search.least.memory_bytes, 'up')} a rank, with every module by itself and all resharded"
         )
     alone = plan_blocks_alone(trace, at_root)
     if set(alone.root) != set(at_root):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mgwfbp.cost import Cost
 from mgwfbp.fsdp import FsdpPlan, idle_bytes_of
 from mgwfbp.fsdp_step import FsdpStep, Group, lay_out
-from mgwfbp.fsdp_units import ROOT, units_of
+from mgwfbp.fsdp_units import ROOT, borders_of, units_of
 from mgwfbp.memory import Precision, Schedule, Shares, fsdp_memory_bytes
 from mgwfbp.planners.fsdp_pareto import Kept, best_kept
 from mgwfbp.planners.slack import TIE
@@ -67,6 +67,7 @@ class Search:
         first = units[:1] if units and units[0].name == ROOT else ()
         self.root = [Group.of([unit], problem.cost, problem.precision) for unit in first]
         self.units = units[len(self.root) :]
+        self._borders = borders_of(self.units)
         idle_bytes = idle_bytes_of(problem.trace, problem.idle)
         self._shares = Shares(problem.cost.workers, problem.precision.states, idle_bytes)
         self._groups: dict[tuple[int, int], Group] = {}
@@ -101,7 +102,7 @@ class Search:
 
     @cached_property
     def _kept(self) -> Kept:
-        return best_kept(self.root, len(self.units), self._group)
+        return best_kept(self.root, len(self.units), self._group, self._borders)
 
     def _choice_of(self, plan: FsdpPlan) -> Choice:
         """Return the numbers of a plan with this root."""
@@ -146,8 +147,9 @@ class Search:
         return [group.sizes.gathered for group in self._chosen(choice)]
 
     def fits(self, choice: Choice) -> bool:
-        """Say whether a plan needs no more memory than there is."""
-        return self._problem.limit is None or self._held_bytes(choice) <= self._problem.limit
+        """Say whether a plan keeps apart what must be, and needs no more memory than there is."""
+        limit = self._problem.limit
+        return self._borders.issubset(choice.ends) and (limit is None or self._held_bytes(choice) <= limit)
 
     def _held_bytes(self, choice: Choice) -> int:
         if choice not in self._held:
@@ -204,13 +206,13 @@ class Search:
         while True:
             ends, filled = list[int](), 0
             for place, one in enumerate(sizes):
-                if filled and filled + one > size:
+                if filled and (filled + one > size or place in self._borders):
                     ends.append(place)
                     filled = 0
                 filled += one
             for prefetch in PREFETCHES:
                 yield from self._made_to_fit((*ends, len(sizes)), prefetch, prefetch)
-            if not ends:
+            if size >= sum(sizes):
                 return
             size *= FACTOR
 

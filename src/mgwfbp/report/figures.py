@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 try:
@@ -157,7 +157,12 @@ def _write_number(number: float) -> str:
     return f"{number:g}"
 
 
-_WRITERS = {"s": format_seconds, "B": format_bytes, "%": _write_percent, "": _write_number}
+_WRITERS: Mapping[str, Callable[[float], str]] = {
+    "s": format_seconds,
+    "B": format_bytes,
+    "%": _write_percent,
+    "": _write_number,
+}
 
 
 def _format(unit: str) -> Callable[[float, float], str]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,11 +25,12 @@ from mgwfbp.costs import ShardedCost, cost_with_halves
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan, predict_fsdp
-from mgwfbp.fsdp_units import ROOT, units_of_names, whole_units
+from mgwfbp.fsdp_units import ROOT, whole_units
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
 from mgwfbp.measure.backward import measure_backward, plain_passes
 from mgwfbp.measure.beside import Load, load_beside, measure_taken
+from mgwfbp.measure.modules import unit_bytes
 from mgwfbp.measure.workload import LossFn, default_loss, trainable
 from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import plan_fsdp
@@ -37,7 +38,7 @@ from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_bytes, parse_bytes, plural, quote
 
-__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan", "unit_names"]
+__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
 
 _log = logging.getLogger("mgwfbp")
 
@@ -231,12 +232,6 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
     return _Read(trace, cost, limit, root)
 
 
-def unit_names(model: nn.Module, *, is_trained: bool = False) -> set[str]:
-    """Return the units of a model, of all parameters or of those alone that are trained."""
-    names = [name for name, one in model.named_parameters() if one.requires_grad or not is_trained]
-    return set(units_of_names(names).values()) - {ROOT}
-
-
 def _check_trace(trace: ModelTrace, model: nn.Module) -> None:
     """Raise unless a trace is one of this model's units."""
     knows_frozen = "frozen" in trace.source
@@ -247,15 +242,25 @@ def _check_trace(trace: ModelTrace, model: nn.Module) -> None:
             f"{format_bytes(frozen)} of the model's {format_bytes(size)} of parameters are frozen, and the trace "
             f"of {quote(trace.model)} does not have them: measure it again, or give batch="
         )
-    mine = unit_names(model, is_trained=not knows_frozen)
-    theirs = set(whole_units(trace)) - {ROOT}
-    if mine != theirs:
-        differing = min(mine ^ theirs)
-        where = "the model" if differing in mine else "the trace"
+    difference = _first_difference(unit_bytes(model, is_trained=not knows_frozen), trace)
+    if difference is not None:
         raise PlanError(
-            f"the trace of {quote(trace.model)} is not one of this model ({quote(differing)} is in {where} only): "
-            "measure it again, or give batch="
+            f"the trace of {quote(trace.model)} is not one of this model ({difference}): measure it again, or give "
+            "batch="
         )
+
+
+def _first_difference(mine: Mapping[str, tuple[int, int]], trace: ModelTrace) -> str | None:
+    """Say which unit is not in the model or not in a trace, or of the first that differs what it has in each."""
+    theirs = {name: (unit.num_bytes, unit.trained_bytes) for name, unit in whole_units(trace).items()}
+    for name in sorted((mine.keys() ^ theirs.keys()) - {ROOT}):
+        return f"{quote(name)} is in {'the model' if name in mine else 'the trace'} only"
+    for name in sorted({*mine, *theirs}):
+        here, there = mine.get(name, (0, 0)), theirs.get(name, (0, 0))
+        if here != there:
+            sizes = (f"{stored} B, {trained} of them trained" for stored, trained in (here, there))
+            return f"{quote(name) if name else 'what is in no module'} has {', and in the trace '.join(sizes)}"
+    return None
 
 
 def _check_measurable(model: nn.Module, device: torch.device) -> None:

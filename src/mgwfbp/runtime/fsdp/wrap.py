@@ -1,10 +1,11 @@
 """Torch's FSDP2 with the groups, the resharding and the prefetching of a plan: `fully_shard`."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -14,22 +15,22 @@ from torch import nn
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError, StrategyError
-from mgwfbp.fsdp import FsdpPlan
-from mgwfbp.fsdp_units import ROOT
+from mgwfbp.fsdp import FsdpPlan, at_root_of
+from mgwfbp.fsdp_units import whole_units
 from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
+from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_names
 from mgwfbp.measure.workload import LossFn
-from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan, unit_names
+from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
-__all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard", "units_at_root"]
+__all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard"]
 
 _log = logging.getLogger("mgwfbp")
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-TIED = "has a parameter that a module outside of it uses too"
-NO_FORWARD = "has parameters and no forward pass"
-NEVER_CALLED = "is inside a MultiheadAttention, which reads its weights without calling it"
+SILENT = "is not called by itself"
+CHOSEN = "is put there by the plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,7 @@ def fully_shard(
     `torch.nn.MultiheadAttention` without being called. A container without a forward pass is wrapped as the modules in
     it. Rank 0 logs what stays and why.
 
-    All ranks of the mesh must call it, with the same plan, or with what to plan with. Ranks of a mesh of several
-    dimensions that is not all ranks compare plans along its last dimension only.
+    All ranks of the mesh must call it, with the same plan, or with what to plan with.
 
     Args:
         model: whose parameters are not sharded yet.
@@ -94,11 +94,7 @@ def fully_shard(
     """
     shard = _torchs_fully_shard()
     inputs, wrapping = FsdpInputs(batch, loss_fn, trace, cost, memory_limit), None
-    group = _group_of(arguments.get("mesh"))
-    # Ranks that make a plan talk of it in other messages than ranks that compare the one they were given.
-    if reduce_values([float(plan is None)], "sum", group)[0] not in (0, dist.get_world_size(group)):
-        raise PlanError("plan is given on some ranks only: give it to every rank or to none")
-    made = _made(model, inputs, arguments).plan if plan is None else None
+    made: FsdpPlan | None = None
 
     def prepare() -> FsdpPlan:
         nonlocal wrapping
@@ -109,10 +105,21 @@ def fully_shard(
         wrapping = _wrapping_of(model, loaded)
         return loaded
 
-    agreed = agree_on_fsdp_plan(prepare, group)
+    with _ranks_of(arguments.get("mesh")) as group:
+        # Ranks that make a plan talk of it in other messages than ranks that compare the one they were given.
+        if reduce_values([float(plan is None)], "sum", group)[0] not in (0, dist.get_world_size(group)):
+            raise PlanError("plan is given on some ranks only: give it to every rank or to none")
+        if plan is None:
+            made = _made(model, inputs, arguments, group).plan
+        agreed = agree_on_fsdp_plan(prepare, group)
     assert wrapping is not None  # noqa: S101 - the plan was prepared
     if dist.get_rank() == 0:
         _log_kept(wrapping)
+        if lost := [name for name in chain(*agreed.groups) if name in wrapping.kept]:
+            _log.warning(
+                "%s",
+                f"the plan has {_listed(lost)} in groups, not with the root: it predicts another step and its memory",
+            )
     # Units never nest, so that groups may be wrapped in any order; the root comes last.
     for parts, is_resharded in zip(wrapping.groups, wrapping.reshard, strict=True):
         shard(parts[0] if len(parts) == 1 else list(parts), reshard_after_forward=is_resharded, **arguments)
@@ -157,7 +164,8 @@ def plan_fully_shard(
         StrategyError: where this torch has no public ``fully_shard``.
     """
     _torchs_fully_shard()
-    return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments)
+    with _ranks_of(arguments.get("mesh")) as group:
+        return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments, group)
 
 
 def _torchs_fully_shard() -> Any:
@@ -170,7 +178,9 @@ def _torchs_fully_shard() -> Any:
     return shard
 
 
-def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) -> FsdpPlanning:
+def _made(
+    model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> FsdpPlanning:
     """Make a plan and log it."""
 
     def stay() -> list[str]:
@@ -180,10 +190,9 @@ def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) ->
                 "dp_mesh_dims is given, and a plan is made for a mesh whose last dimension shards: give plan=, or such "
                 "a mesh"
             )
-        return units_at_root(model)
+        return list(kept_units(model, unit_names(model)))
 
-    mesh = arguments.get("mesh")
-    place = Place.of(_group_of(mesh), mesh, arguments.get("mp_policy"))
+    place = Place.of(group, arguments.get("mesh"), arguments.get("mp_policy"))
     made = make_plan(model, inputs, place, stay)
     if dist.get_rank() == 0:
         predicted = made.plan.predicted
@@ -196,14 +205,29 @@ def _made(model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any]) ->
             bound_s,
             held,
         )
+        if alone := [unit.name for unit in whole_units(made.trace).values() if unit.is_alone]:
+            _log.info(
+                "%s", f"planned by themselves, and as if gathered once: {_listed(alone)}, which run again in a step"
+            )
     return made
 
 
-def _group_of(mesh: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that must have the same plan; None stands for all."""
+@contextlib.contextmanager
+def _ranks_of(mesh: Any) -> Iterator[dist.ProcessGroup | None]:
+    """Yield the ranks of a mesh, which must have the same plan; None stands for all.
+
+    A mesh has a group for each of its dimensions: where it has several and is not all ranks, one is made meanwhile.
+    """
     if mesh is None or mesh.size() == dist.get_world_size():
-        return None
-    return mesh.get_group(mesh.ndim - 1)  # type: ignore[no-any-return]
+        yield None
+    elif mesh.ndim == 1:
+        yield mesh.get_group()
+    else:
+        group: Any = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
 
 
 def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
@@ -214,24 +238,28 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
     if planned != units and planned == trained:
         units = trained  # a plan of a trace that has no frozen parameters
     plan.check_covers(units)
-    kept = _kept(model, units)
+    kept = kept_units(model, units)
     groups, reshard = [], []
     for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
-        group = [one for name in names if name not in kept for one in _called(modules[name]) or ()]
+        group = [one for name in names if name not in kept for one in called_of(modules[name]) or ()]
         if group:
             groups.append(tuple(group))
             reshard.append(is_resharded)
     is_trained = [any(one.requires_grad for part in group for one in part.parameters()) for group in groups]
-    idle = [one for name in plan.idle if name not in kept for one in _called(modules[name]) or ()]
+    idle = [one for name in plan.idle if name not in kept for one in called_of(modules[name]) or ()]
     frozen = [
-        one.nbytes for name, one in model.named_parameters() if not one.requires_grad and units.isdisjoint(_outer(name))
+        one.nbytes
+        for name, one in model.named_parameters()
+        if not one.requires_grad and units.isdisjoint(outer_of(name))
     ]
+    must = at_root_of(plan) if "at_root" in plan.predicted else ()
+    because = {name: SILENT if name in must else CHOSEN for name in plan.root}
     return _Wrapping(
         tuple(groups),
         tuple(reshard),
         is_trained.index(True) if True in is_trained else 0,
         tuple(idle),
-        {name: why for name, why in kept.items() if name not in plan.idle},
+        {name: why for name, why in {**because, **kept}.items() if name not in plan.idle},
         (len(frozen), sum(frozen)),
     )
 
@@ -248,55 +276,6 @@ def _check_whole(model: nn.Module) -> None:
     for name, one in model.named_modules():
         if isinstance(one, torch.distributed.fsdp.FSDPModule):
             raise PlanError(f"{quote(name) if name else 'the model'} is fully sharded already: give a model as made")
-
-
-def units_at_root(model: nn.Module) -> list[str]:
-    """Return the units of a model that FSDP2 cannot gather by themselves."""
-    return list(_kept(model, unit_names(model)))
-
-
-def _kept(model: nn.Module, units: set[str]) -> dict[str, str]:
-    """Return the units that FSDP2 cannot gather by themselves, and why, in the order of the model's modules."""
-    shared, found = _shared_units(model, units), {}
-    modules = dict(model.named_modules())
-    for name in modules:
-        if name in shared:
-            found[name] = TIED
-        elif name in units and _called(modules[name]) is None:
-            found[name] = NO_FORWARD
-        elif name in units and any(isinstance(modules[outer], nn.MultiheadAttention) for outer in _outer(name)):
-            found[name] = NEVER_CALLED
-    return found
-
-
-def _outer(name: str) -> list[str]:
-    """Return the names of the modules that something is in.
-
-    >>> _outer("h.0.weight")
-    ['', 'h', 'h.0']
-    """
-    return [ROOT, *accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")]
-
-
-def _shared_units(model: nn.Module, units: set[str]) -> set[str]:
-    """Return the units with a parameter that can also be reached without passing through their module."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    unit_of = {id(modules[name]): name for name in units}
-    reached: dict[int, list[set[str]]] = {}  # by parameter, for each of its names: the unit it is in, if any
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = {unit_of[id(modules[outer])] for outer in _outer(name) if id(modules[outer]) in unit_of}
-        reached.setdefault(id(parameter), []).append(inside)
-    return {unit for ways in reached.values() for unit in set().union(*ways) if any(unit not in way for way in ways)}
-
-
-def _called(module: nn.Module) -> list[nn.Module] | None:
-    """Return the module; of one without a forward pass those in it that have one; None where they are not all of it."""
-    if getattr(module.forward, "__func__", module.forward) is not nn.Module.forward:
-        return [module]
-    if next(module.parameters(recurse=False), None) is not None:
-        return None
-    found = [_called(child) for child in module.children() if next(child.parameters(), None) is not None]
-    return None if None in found else [one for called in found if called is not None for one in called]
 
 
 def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> None:
@@ -317,17 +296,18 @@ def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> N
 
 
 def _log_kept(wrapping: _Wrapping) -> None:
-    """Log what stays with the root though the plan has it in groups, and what the plan does not have."""
+    """Log what stays with the root, and why; and what the plan does not have."""
     because: dict[str, list[str]] = {}
     for name, why in wrapping.kept.items():
         because.setdefault(why, []).append(name)
-    parts = [
-        f"{', '.join(quote(name) for name in names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} "
-        f"({'each ' if len(names) > 1 else ''}{why})"
-        for why, names in because.items()
-    ]
+    parts = [f"{_listed(names)} ({'each ' if len(names) > 1 else ''}{why})" for why, names in because.items()]
     number, size = wrapping.frozen
     if number:
         parts.append(f"{plural(number, 'frozen parameter')} of {format_bytes(size)} (in no module of the plan)")
     if parts:
         _log.info("fully_shard keeps with the root, gathered first and never resharded: %s", "; ".join(parts))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name the first of some modules, and say how many more there are."""
+    return f"{', '.join(map(quote, names[:3]))}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

@@ -1,0 +1,114 @@
+"""What one rank does in the tests of odd ways to use `fully_shard`: ``python -m tests.runtime.fsdp_odd_ranks``."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+import mgwfbp
+from mgwfbp import LinearCost
+from tests.runtime.fsdp_planning_ranks import trace_of
+from tests.runtime.fsdp_ranks import Block, Blocks, difference, heard, plan_of, stock, told, whole
+from tests.runtime.launch import be_rank
+
+# Messages are so slow that as few of them as may be are planned.
+SLOW = LinearCost(workers=2, startup_s=1.0, per_byte_s=1e-9)
+
+
+class Again(nn.Module):
+    """A block that runs again behind the others, a list whose modules run twice, and a head that the loss calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.h = nn.ModuleList(Block() for _ in range(5))
+        self.parts = nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: Any = self.parts
+        x = self.stem(x)
+        for place in (0, 1, 2, 3, 4, 1):
+            x = self.h[place](x)
+        for _ in range(2):
+            for first, second in parts:
+                x = second(torch.tanh(first(x)))
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return torch.stack([self.head(part).square().mean() for part in x.chunk(2)]).sum()
+
+
+def learn(model: Any, loss_fn: Any, steps: int = 3) -> tuple[list[float], list[Tensor]]:
+    """Return losses and parameters."""
+    optimizer, losses = optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(steps):
+        data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        optimizer.zero_grad()
+        loss = loss_fn(model(torch.rand(6, 4, generator=data)))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, whole(model)
+
+
+def again() -> dict[str, Any]:
+    """What is planned of modules that run again, what is said, and what is learnt beside torch's."""
+    torch.manual_seed(3)
+    model = Again()
+    for block in model.h:
+        torch.distributed.fsdp.fully_shard(block)
+    expected = learn(torch.distributed.fsdp.fully_shard(model), model.loss)
+    torch.manual_seed(3)
+    model = Again()
+    given: dict[str, Any] = {"batch": torch.rand(6, 4), "loss_fn": model.loss, "cost": SLOW}
+    planned = mgwfbp.plan_fully_shard(model, **given, memory_limit="1 GiB")
+    lines, ours = heard(partial(mgwfbp.fully_shard, model, **given, memory_limit="1 GiB"))
+    torch.manual_seed(3)
+    model = Again()
+    gone = mgwfbp.fully_shard(model, replace(planned.plan, reshard=(True,) * len(planned.plan.groups)))
+    return {
+        "kept": difference(learn(ours, ours.loss), expected),
+        "resharded": difference(learn(gone, model.loss), expected),
+        "plan": planned.plan.to_json(),
+        "trace": planned.trace.to_json(),
+        "said": lines,
+    }
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def meshes() -> dict[str, Any]:
+    """Replicas of shards in a mesh of half of the ranks, and of all: plans of their own, and such as are made."""
+    found: dict[str, Any] = {}
+    parts = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("tensor", "replicate", "shard"))["replicate", "shard"]
+    replica = parts.get_local_rank("replicate")
+    given = plan_of(Blocks, *((7,), (3, 4))[replica])
+    found["other plans"] = told(lambda: mgwfbp.fully_shard(Blocks(), given, mesh=parts))
+    every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, mesh in (("parts", parts), ("all", every)):
+        # What ranks know differs: where messages are dear groups are larger.
+        cost = LinearCost(mesh.size(1), (1e-9, 1.0)[replica], 1e-9)
+        torch.manual_seed(3)
+        expected = learn(stock(Blocks(), mesh=mesh), loss_of)
+        planned = mgwfbp.plan_fully_shard(Blocks(), mesh=mesh, trace=trace_of(Blocks()), cost=cost)
+        torch.manual_seed(3)
+        ours = mgwfbp.fully_shard(Blocks(), mesh=mesh, trace=trace_of(Blocks()), cost=cost)
+        error = difference(learn(ours, loss_of), expected)
+        found[name] = {"groups": planned.plan.groups, "difference": error}
+    torch.manual_seed(3)
+    measured = mgwfbp.fully_shard(Blocks(), mesh=every, batch=torch.rand(6, 4), loss_fn=loss_of)
+    found["measured"] = difference(learn(measured, loss_of), expected)
+    return found
+
+
+SCENARIOS = {one.__name__: one for one in (again, meshes)}
+
+if __name__ == "__main__":
+    be_rank(SCENARIOS)

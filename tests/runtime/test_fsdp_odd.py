@@ -1,0 +1,60 @@
+"""Odd ways to use `fully_shard`, on real processes, beside torch's FSDP2 wrapped block by block."""
+
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp
+
+from mgwfbp import FsdpPlan, ModelTrace
+from mgwfbp.planners.fsdp_by_hand import BY_HAND
+from tests.runtime.launch import run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(300),  # of processes that may share their cores
+    pytest.mark.skipif(
+        not hasattr(torch.distributed.fsdp, "fully_shard"), reason="this torch has no public fully_shard"
+    ),
+]
+HAS_REPLICAS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+RANKS = "tests.runtime.fsdp_odd_ranks"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 2 ranks saw."""
+    return run_ranks(RANKS, ["again"], tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What 4 ranks saw."""
+    return run_ranks(RANKS, ["meshes"], tmp_path_factory.mktemp("four"), 4)
+
+
+def test_modules_that_run_again_in_a_step_are_merged_with_no_other_and_train_as_torchs_do(two: list[Any]) -> None:
+    for rank, found in enumerate(told["again"] for told in two):
+        assert (found["kept"], found["resharded"]) == (0.0, 0.0)
+        trace, plan = ModelTrace.from_json(found["trace"]), FsdpPlan.from_json(found["plan"])
+        assert set(trace.source["repeated"]) >= {"h.1", "head"}
+        assert plan.groups == (("h.0",), ("h.1",), ("h.2", "h.3", "h.4"))
+        for made in (plan, *(by_hand(trace, ()) for by_hand in BY_HAND.values())):
+            for name in ("h.1", "head"):
+                assert (name,) in made.groups or name in made.root
+            # A list of modules cannot be called, so that those in it would be one group.
+            assert {"parts.0", "parts.1"} <= set(made.root)
+        said = [line for line in found["said"] if "which run again in a step" in line]
+        assert len(said) == (rank == 0)
+        assert all("'head'" in line for line in said)
+
+
+@pytest.mark.skipif(not HAS_REPLICAS, reason="this torch cannot average over replicas of FSDP2 over gloo")
+def test_ranks_of_every_dimension_of_a_mesh_have_one_plan(four: list[Any]) -> None:
+    for rank, found in enumerate(told["meshes"] for told in four):
+        assert found["other plans"] == (
+            "PlanError: the ranks have different plans: group 0 holds 7 modules on rank 0 and 3 on rank 1, and on rank "
+            "0 'h.2' comes after 'h.1'; give every rank the same plan"
+        )
+        for name in ("parts", "all"):
+            assert found[name]["groups"] == four[rank - rank % 2]["meshes"][name]["groups"], name
+            assert found[name]["difference"] <= 1e-6
+        assert found["measured"] <= 1e-6
