@@ -185,7 +185,8 @@ class ShardedOptimizer(optim.Optimizer):
         """Forget the state: so people reset optimizers, and torch's base class begins."""
         if state:
             raise ShardError("a sharded optimizer has rows of a state: give a whole one to load_state_dict()")
-        self._inner.state.clear()
+        if getattr(self, "_is_made", False):  # the base class begins with none; some optimizers have some from the start
+            self._inner.state.clear()
 
     def _push(self) -> None:
         """Tell the optimizer of the rows what was set here: a scheduler sets learning rates."""
