@@ -116,6 +116,7 @@ def test_wrong_use_is_one_line_on_every_rank(ranks: list[Any]) -> None:
         assert found["tuners"] == "wire is bfloat16 on rank 0 and None on rank 1; give all the same"
         assert found["unknown, without collectives"] == found["unknown"]
         assert found["hook"].endswith("and so does wire='bfloat16': leave one out")
+        assert found["in backward"].startswith("wire='bfloat16' cannot be had: optimizers run in the backward pass")
         assert found["idle"].startswith("wire='bfloat16' with tune=False and without a plan")
         assert found["replan"].startswith("the plan sends messages in bfloat16")
         assert found["tolerance"] == "wire_tolerance is -1, expected a finite number of 0 or more"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp.measure.low
@@ -317,6 +318,8 @@ def refused() -> dict[str, Any]:
         return ""
 
     model = DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16")
+    in_backward = Mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
     can_be_quiet = "init_sync" in inspect.signature(StockDdp.__init__).parameters
     quiet: dict[str, Any] = {"init_sync": False} if can_be_quiet else {}
     return {
@@ -327,6 +330,7 @@ def refused() -> dict[str, Any]:
         "one rank": told(lambda: DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16" if rank == 0 else None)),
         "tuners": told(lambda: DistributedDataParallel(Mlp(), wire=None if rank else "bfloat16")),
         "unknown, without collectives": told(lambda: DistributedDataParallel(Mlp(), wire="int8", **quiet)),
+        "in backward": told(lambda: DistributedDataParallel(in_backward, wire="bfloat16")),
         "hook": told(lambda: model.register_comm_hook(None, default_hooks.allreduce_hook)),
         "idle": told(lambda: DistributedDataParallel(Mlp(), wire="bfloat16", tune=False)),
         "replan": told(lambda: DistributedDataParallel(Mlp(), tune=False).replan(plan)),

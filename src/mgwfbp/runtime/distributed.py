@@ -439,7 +439,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise PlanError("a communication hook says how gradients travel, and so does a sharded optimizer")
         if self._wire is not None:
             raise PlanError(
-                f"a communication hook says how gradients travel, and so does wire={self._wire!r}: leave one out"
+                "a communication hook (torch's own, where optimizers run in the backward pass) says how gradients "
+                f"travel, and so does wire={self._wire!r}: leave one out"
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
