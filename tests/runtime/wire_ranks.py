@@ -25,6 +25,7 @@ from mgwfbp.runtime.strategies import parallel
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 from tests.runtime.wire_ways import (
+    BITS,
     batch,
     compare,
     gathered,
@@ -75,6 +76,29 @@ def modes() -> dict[str, Any]:
             loss(model(batch(step, rank)), scale).backward()
             found.append(compare(model, local))
         result[name] = found
+    return result
+
+
+def blocks() -> dict[str, Any]:
+    """Two messages of about twenty blocks each, one after the other, beside the same arithmetic by hand."""
+    rank, stock = dist.get_rank(), mgwfbp.measure.low.BLOCK
+    result: dict[str, Any] = {}
+    for wire in BITS:
+        torch.manual_seed(11)
+        module = Mlp()
+        names = [name for name, _ in module.named_parameters()][::-1]
+        plan = MergePlan("Mlp", "by hand", (tuple(names[:6]), tuple(names[6:])), wire=(wire, wire))
+        sizes = [sum(module.get_parameter(name).numel() for name in group) for group in plan.groups]
+        mgwfbp.measure.low.BLOCK = block = sum(sizes) // 39  # so that neither blocks nor rows fill a message
+        model = DistributedDataParallel(module, plan=plan, wire=wire, broadcast_buffers=False)
+        found = []
+        for step in range(STEPS):
+            local = local_gradients(module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+            model.zero_grad()
+            loss(model(batch(step, rank))).backward()
+            found.append(compare(model, local))
+        result[wire] = {"blocks": [-(-size // block) for size in sizes], "steps": found}
+    mgwfbp.measure.low.BLOCK = stock
     return result
 
 
@@ -456,6 +480,7 @@ if __name__ == "__main__":
     be_rank(
         {
             "modes": modes,
+            "blocks": blocks,
             "changes": changes,
             "accumulated": accumulated,
             "scaled": scaled,
