@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 import mgwfbp
+from benchmarks import convergence
 from tests.documents import DOCS, NOTEBOOKS, PAGES, fresh_notebook, fresh_page
 
 ROOT = DOCS.parent
@@ -59,6 +61,13 @@ def test_every_message_of_the_page_of_limits_is_one_of_the_code() -> None:
     # A text may be put together of two, as a warning of its beginning and its reason.
     lost = [one for one in messages if not any(one.removesuffix(": …") in text for text in known)]
     assert not lost, lost
+
+
+@pytest.mark.parametrize("name", ["convergence-2", "convergence-4", "convergence-wire-2", "convergence-wire-4"])
+def test_the_tables_of_convergence_are_those_of_the_stored_runs(name: str) -> None:
+    folder = ROOT / "benchmarks"
+    runs = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    assert convergence.table(runs) in (folder / "convergence.md").read_text(encoding="utf-8")
 
 
 def test_every_public_name_is_in_the_api_pages() -> None:

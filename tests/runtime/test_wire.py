@@ -30,6 +30,14 @@ def test_a_gradient_is_converted_summed_in_fp32_and_converted_and_all_ranks_have
                 assert (step["wrong"], step["alike"]) == ([], True), name
 
 
+def test_messages_of_many_blocks_are_what_is_worked_out_by_hand_with_four_ranks(tmp_path: Path) -> None:
+    for found in (told["blocks"] for told in run_ranks("tests.runtime.wire_ranks", ["blocks"], tmp_path, 4)):
+        assert set(found) == {"bfloat16", "float16"}
+        for wire, told in found.items():
+            assert min(told["blocks"]) > 20
+            assert [(step["wrong"], step["alike"]) for step in told["steps"]] == [([], True)] * 3, wire
+
+
 def test_precision_changes_between_steps_and_other_collectives_do_not_mix_with_messages(ranks: list[Any]) -> None:
     for found in (told["changes"] for told in ranks):
         low = {name: told["low"] for name, told in found.items() if isinstance(told, dict)}
@@ -116,6 +124,7 @@ def test_wrong_use_is_one_line_on_every_rank(ranks: list[Any]) -> None:
         assert found["tuners"] == "wire is bfloat16 on rank 0 and None on rank 1; give all the same"
         assert found["unknown, without collectives"] == found["unknown"]
         assert found["hook"].endswith("and so does wire='bfloat16': leave one out")
+        assert found["in backward"].startswith("wire='bfloat16' cannot be had: optimizers run in the backward pass")
         assert found["idle"].startswith("wire='bfloat16' with tune=False and without a plan")
         assert found["replan"].startswith("the plan sends messages in bfloat16")
         assert found["tolerance"] == "wire_tolerance is -1, expected a finite number of 0 or more"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp.measure.low
@@ -24,6 +25,7 @@ from mgwfbp.runtime.strategies import parallel
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 from tests.runtime.wire_ways import (
+    BITS,
     batch,
     compare,
     gathered,
@@ -74,6 +76,29 @@ def modes() -> dict[str, Any]:
             loss(model(batch(step, rank)), scale).backward()
             found.append(compare(model, local))
         result[name] = found
+    return result
+
+
+def blocks() -> dict[str, Any]:
+    """Two messages of about twenty blocks each, one after the other, beside the same arithmetic by hand."""
+    rank, stock = dist.get_rank(), mgwfbp.measure.low.BLOCK
+    result: dict[str, Any] = {}
+    for wire in BITS:
+        torch.manual_seed(11)
+        module = Mlp()
+        names = [name for name, _ in module.named_parameters()][::-1]
+        plan = MergePlan("Mlp", "by hand", (tuple(names[:6]), tuple(names[6:])), wire=(wire, wire))
+        sizes = [sum(module.get_parameter(name).numel() for name in group) for group in plan.groups]
+        mgwfbp.measure.low.BLOCK = block = sum(sizes) // 39  # so that neither blocks nor rows fill a message
+        model = DistributedDataParallel(module, plan=plan, wire=wire, broadcast_buffers=False)
+        found = []
+        for step in range(STEPS):
+            local = local_gradients(module, lambda of, step=step: batch(step, of))  # type: ignore[misc]
+            model.zero_grad()
+            loss(model(batch(step, rank))).backward()
+            found.append(compare(model, local))
+        result[wire] = {"blocks": [-(-size // block) for size in sizes], "steps": found}
+    mgwfbp.measure.low.BLOCK = stock
     return result
 
 
@@ -317,6 +342,8 @@ def refused() -> dict[str, Any]:
         return ""
 
     model = DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16")
+    in_backward = Mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
     can_be_quiet = "init_sync" in inspect.signature(StockDdp.__init__).parameters
     quiet: dict[str, Any] = {"init_sync": False} if can_be_quiet else {}
     return {
@@ -327,6 +354,7 @@ def refused() -> dict[str, Any]:
         "one rank": told(lambda: DistributedDataParallel(Mlp(), plan=plan, wire="bfloat16" if rank == 0 else None)),
         "tuners": told(lambda: DistributedDataParallel(Mlp(), wire=None if rank else "bfloat16")),
         "unknown, without collectives": told(lambda: DistributedDataParallel(Mlp(), wire="int8", **quiet)),
+        "in backward": told(lambda: DistributedDataParallel(in_backward, wire="bfloat16")),
         "hook": told(lambda: model.register_comm_hook(None, default_hooks.allreduce_hook)),
         "idle": told(lambda: DistributedDataParallel(Mlp(), wire="bfloat16", tune=False)),
         "replan": told(lambda: DistributedDataParallel(Mlp(), tune=False).replan(plan)),
@@ -452,6 +480,7 @@ if __name__ == "__main__":
     be_rank(
         {
             "modes": modes,
+            "blocks": blocks,
             "changes": changes,
             "accumulated": accumulated,
             "scaled": scaled,

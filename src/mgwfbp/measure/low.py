@@ -2,10 +2,10 @@
 
 [Note: how a message travels in low precision]
 A rank converts its gradients once (the Reducer has divided them by the number of ranks, so that sums are averages). An
-all-to-all gives each of the N ranks one N-th of everybody's; it adds these up in fp32, in the order of ranks, and
-converts the sum once. An all-gather brings the sums back. So a gradient is rounded twice, whatever N is; a ring that
-adds up 16 bits rounds at every hop. The bytes are the same. Each sum is made by one rank only: the result is the same
-on all ranks, bitwise, and what is not finite stays so on all.
+all-to-all gives each of the N ranks one N-th of everybody's; it adds these up in fp32, whoever came first, and converts
+the sum once. An all-gather brings the sums back. So a gradient is rounded twice, whatever N is; a ring that adds up 16
+bits rounds at every hop. The bytes are the same. Each sum is made by one rank only (in which order, the processor's sum
+of a column decides): the result is the same on all ranks, bitwise, and what is not finite stays so on all.
 
 Both collectives carry bytes: no backend has to know the precision.
 

@@ -24,7 +24,7 @@ from mgwfbp.runtime.observe.observation import Observation, observing
 from mgwfbp.runtime.observe.observer import Observer
 from mgwfbp.runtime.observe.steps import Note
 from mgwfbp.runtime.observe.strides import StrideWatch
-from mgwfbp.runtime.reducer.changes import give_together, take_back
+from mgwfbp.runtime.reducer.changes import give_first, give_together, take_back
 from mgwfbp.runtime.reducer.compile_private import follow_plans, notice_graphs, warn_of_old_cuts
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.kinds import PlanLike, read_plan
@@ -185,21 +185,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             return
         handle = self._handle = ReducerHandle(self)
         if self._plan is not None:
-            self._take(self._plan, handle, together=together)
+            with on_device(self.device):
+                give_first(handle, handle.buckets_of(self._plan.groups), self._plan.wire, together=together)
         follow_plans()
         self._self_tuning.begin(handle, together=together)
         self._strides = StrideWatch(self, handle)
-
-    def _take(self, plan: MergePlan, handle: ReducerHandle, *, together: bool) -> None:
-        """Give a plan to a Reducer that is new; with ``together`` to all, so that ranks meet before they train."""
-        buckets = handle.buckets_of(plan.groups)
-        if not together:
-            handle.set_buckets(buckets, plan.wire)
-            return
-        with on_device(self.device):
-            failed = give_together(handle, buckets, plan.wire)
-        if failed is not None:
-            raise PlanError(f"rank {failed[0]} cannot have the plan: {failed[1]}")
 
     @property
     def plan(self) -> MergePlan | None:
@@ -439,7 +429,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise PlanError("a communication hook says how gradients travel, and so does a sharded optimizer")
         if self._wire is not None:
             raise PlanError(
-                f"a communication hook says how gradients travel, and so does wire={self._wire!r}: leave one out"
+                "a communication hook (torch's own, where optimizers run in the backward pass) says how gradients "
+                f"travel, and so does wire={self._wire!r}: leave one out"
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

@@ -38,9 +38,12 @@ def cannot_wire(ddp: Any) -> str:
         return "mixed_precision says itself how gradients travel"
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "messages without a used gradient are skipped (skip_all_reduce_unused_params)"
+    parameters = [one for one in ddp.module.parameters() if one.requires_grad]
+    if any(hasattr(one, "_in_backward_optimizers") for one in parameters):
+        return "optimizers run in the backward pass, which torch does in a communication hook"
     if store_of(ddp.process_group, "") is None:
         return f"torch {torch.__version__} does not give away the store of the process group"
-    devices = {parameter.device.type for parameter in ddp.module.parameters() if parameter.requires_grad}
+    devices = {parameter.device.type for parameter in parameters}
     backend = str(dist.get_backend(ddp.process_group))
     if devices == {"cpu"} or (devices == {"cuda"} and "nccl" in backend):
         return ""

@@ -1,4 +1,4 @@
-"""Changes of buckets on all ranks together: `give_together` tells who could not, `take_back` undoes it on all.
+"""Buckets for all ranks together: `give_first`, and `give_together`, which tells who could not; `take_back` undoes it.
 
 [Note: how ranks go back]
 A rank whose change fails has the buckets that it had ([Note: a change that fails] in ``handle.py``), the others have
@@ -11,7 +11,7 @@ from mgwfbp.measure.agreement import reduce_values, try_together
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.parameters import Buckets
 
-__all__ = ["give_together", "take_back"]
+__all__ = ["give_first", "give_together", "take_back"]
 
 # How often all ranks try to go back; who has no memory left for the buckets that it had cannot train.
 ATTEMPTS = 3
@@ -33,6 +33,18 @@ def give_together(reducer: ReducerHandle, buckets: Buckets | None, wires: tuple[
             reducer.close_wire()
             return failed
     return try_together(lambda: reducer.set_buckets(buckets, wires), group)[1]
+
+
+def give_first(reducer: ReducerHandle, buckets: Buckets, wires: tuple[str, ...], *, together: bool) -> None:
+    """Give a Reducer that is new the buckets of a plan, with ``together`` those of all ranks.
+
+    Raises:
+        PlanError: with ``together`` on every rank, where one failed.
+    """
+    if not together:
+        reducer.set_buckets(buckets, wires)
+    elif (failed := give_together(reducer, buckets, wires)) is not None:
+        raise PlanError(f"rank {failed[0]} cannot have the plan: {failed[1]}")
 
 
 def take_back(reducer: ReducerHandle, buckets: Buckets | None, wires: tuple[str, ...]) -> None:
