@@ -43,6 +43,8 @@ def cannot_wire(ddp: Any) -> str:
         return "optimizers run in the backward pass, which torch does in a communication hook"
     if store_of(ddp.process_group, "") is None:
         return f"torch {torch.__version__} does not give away the store of the process group"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "gradients are on several devices, and one stream sends messages"
     devices = {parameter.device.type for parameter in parameters}
     backend = str(dist.get_backend(ddp.process_group))
     if devices == {"cpu"} or (devices == {"cuda"} and "nccl" in backend):
