@@ -130,8 +130,9 @@ class ShardedOptimizer(optim.Optimizer):
     ) -> None:
         """Make the optimizer of the rows, and this one of whole parameters with the same options."""
         rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
-        self._inner = optimizer_class(rows, **defaults)
-        super().__init__(groups, self._inner.defaults)
+        inner = optimizer_class(rows, **defaults)
+        super().__init__(groups, inner.defaults)
+        self._inner = inner
         self._pull()
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
@@ -166,10 +167,11 @@ class ShardedOptimizer(optim.Optimizer):
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
-        """Forget the state: so people reset optimizers, and torch's base class begins."""
+        """Forget the state: so people reset optimizers. Torch's base class begins with one that is not needed here."""
         if state:
             raise ShardError("a sharded optimizer has rows of a state: give a whole one to load_state_dict()")
-        self._inner.state.clear()
+        if hasattr(self, "_inner"):
+            self._inner.state.clear()
 
     def _push(self) -> None:
         """Tell the optimizer of the rows what was set here: a scheduler sets learning rates."""
