@@ -308,7 +308,10 @@ class ShardedOptimizer(optim.Optimizer):
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``sharded_state_dict(to_load=True)`` gave, filled by `torch.distributed.checkpoint.load`."""
+        """Take what ``sharded_state_dict(to_load=True)`` gave, filled by `torch.distributed.checkpoint.load`.
+
+        All ranks must call it. A parameter of which the checkpoint has no state has none then.
+        """
         self._states.take_sharded(state_dict["state"])
         for number, group in enumerate(self.param_groups):
             group.update(state_dict["param_groups"][str(number)])
