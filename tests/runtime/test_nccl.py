@@ -84,7 +84,8 @@ def test_in_all_ways_to_train_a_sharded_optimizer_with_late_messages_ends_there_
     # Fused kernels may round the ends of tensors otherwise, and a clipping norm is summed in another order.
     for found in ranks:
         assert len(found["sharded ways"]) > 20
-        assert {name: error for name, error in found["sharded ways"].items() if not error < 1e-5} == {}
+        far = {name: error for name, error in found["sharded ways"].items() if not error < 1e-5}
+        assert {name: error for name, error in far.items() if "fused" not in name or not error < 1e-4} == {}
 
 
 def test_the_whole_state_is_on_the_host_and_both_kinds_of_optimizer_go_on_with_it(ranks: list[Any]) -> None:

@@ -441,8 +441,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._handle.hook_was_registered()
 
     def _set_static_graph(self) -> None:
+        was_static = self.static_graph
         super()._set_static_graph()
-        if self._handle is not None:
+        if self._handle is not None and not was_static:
             self._handle.graph_became_static()
 
     def _update_process_group(self, new_process_group: Any) -> None:

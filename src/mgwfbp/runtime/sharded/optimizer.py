@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, overload
@@ -18,12 +18,13 @@ from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.messages.gloo import group_timeout
 from mgwfbp.runtime.reducer.kinds import read_plan
-from mgwfbp.runtime.reducer.parameters import Buckets, Parameters, uncompiled
+from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
 from mgwfbp.runtime.rows.rows import Owned
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.rows.spread import SpreadGradient
 from mgwfbp.runtime.sharded.clipping import clip_rows
-from mgwfbp.runtime.sharded.refusals import problem_of_sharding, take_parameters
+from mgwfbp.runtime.sharded.groups import Params, checked_groups, fields_of, names_of
+from mgwfbp.runtime.sharded.refusals import take_parameters
 from mgwfbp.runtime.sharded.state import RowStates, step_alone
 from mgwfbp.runtime.sharded.views import Finished, States
 
@@ -35,7 +36,6 @@ _log = logging.getLogger("mgwfbp")
 _GATHER_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 T = TypeVar("T")
-Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -82,7 +82,7 @@ class ShardedOptimizer(optim.Optimizer):
         if not isinstance(model, DistributedDataParallel):
             raise ShardError(f"the model is a {type(model).__name__}, expected mgwfbp.DistributedDataParallel")
         self._model = model
-        groups = self._together(lambda: _checked_groups(model, optimizer_class, params))
+        groups = self._together(lambda: checked_groups(model, optimizer_class, params))
         own = self._own = model._handle or Parameters(model)
         given = self._agree_on(plan)
         rank, world = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
@@ -94,10 +94,11 @@ class ShardedOptimizer(optim.Optimizer):
         self._owned = {id(one.parameter): one for one in owned}
         self._together(lambda: self._make(optimizer_class, groups, defaults))
         with on_device(model.device):
-            differing = differing_field(self._as_said(), model.process_group)
+            differing = differing_field(fields_of(self._inner, groups, model.module), model.process_group)
         if differing:
             raise ShardError(f"{differing}: give all ranks the same optimizer, and parameters in one order")
-        self._frozen = [one for group in groups for one in group["params"] if id(one) not in self._owned]
+        frozen = [one for group in groups for one in group["params"] if id(one) not in self._owned]
+        self._frozen = list(zip(names_of(frozen, model.module), frozen, strict=True))
         numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
         numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
@@ -129,25 +130,10 @@ class ShardedOptimizer(optim.Optimizer):
     ) -> None:
         """Make the optimizer of the rows, and this one of whole parameters with the same options."""
         rows = [{**group, "params": list(map(self._row, group["params"]))} for group in groups]
-        self._inner = optimizer_class(rows, **defaults)
-        super().__init__(groups, self._inner.defaults)
+        inner = optimizer_class(rows, **defaults)
+        super().__init__(groups, inner.defaults)
+        self._inner = inner
         self._pull()
-
-    def _as_said(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, as messages say it."""
-        names = {id(one): uncompiled(name) for name, one in self._model.module.named_parameters()}
-        said: dict[str, Any] = {
-            "the optimizer": type(self._inner).__name__,
-            "the number of groups": len(self.param_groups),
-        }
-        for number, group in enumerate(self.param_groups):
-            said[f"the number of parameters of group {number}"] = len(group["params"])
-            for place, one in enumerate(group["params"]):
-                said[f"parameter {place} of group {number}"] = names.get(id(one), "none of the model's")
-            for key in self._inner.defaults:
-                value = group[key]
-                said[f"{key} of group {number}"] = repr(value.tolist() if isinstance(value, Tensor) else value)
-        return said
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
         """Return the plan that all ranks have, if any."""
@@ -182,10 +168,10 @@ class ShardedOptimizer(optim.Optimizer):
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
-        """Forget the state: so people reset optimizers, and torch's base class begins."""
+        """Forget the state: so people reset optimizers. Torch's base class begins with one that is not needed here."""
         if state:
             raise ShardError("a sharded optimizer has rows of a state: give a whole one to load_state_dict()")
-        if getattr(self, "_is_made", False):  # the base class begins with none; some optimizers have some from the start
+        if hasattr(self, "_inner"):
             self._inner.state.clear()
 
     def _push(self) -> None:
@@ -227,11 +213,11 @@ class ShardedOptimizer(optim.Optimizer):
         return loss
 
     def _refuse_thawed(self) -> None:
-        for one in self._frozen:
+        for name, one in self._frozen:
             if one.requires_grad:
                 raise ShardError(
-                    f"a parameter of shape {list(one.shape)} was frozen when the model was wrapped and is not any "
-                    "more, so that nobody averages its gradient: wrap the model again, and make a new optimizer"
+                    f"the parameter {name} was frozen when the model was wrapped and is not any more, so that nobody "
+                    "averages its gradient: wrap the model again, and make a new optimizer"
                 )
 
     def _is_to_make_state(self) -> bool:
@@ -247,11 +233,10 @@ class ShardedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they become None in either case, for no rank has one to set to 0."""
         del set_to_none
-        for parameter in (
-            *self._frozen,
-            *(one for owned in self._owned.values() for one in (owned.parameter, owned.row)),
-        ):
+        for _, parameter in self._frozen:
             parameter.grad = None
+        for owned in self._owned.values():
+            owned.parameter.grad = owned.row.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -324,47 +309,16 @@ class ShardedOptimizer(optim.Optimizer):
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``sharded_state_dict(to_load=True)`` gave, filled by `torch.distributed.checkpoint.load`."""
+        """Take what ``sharded_state_dict(to_load=True)`` gave, filled by `torch.distributed.checkpoint.load`.
+
+        All ranks must call it. A parameter of which the checkpoint has no state has none then.
+        """
         self._states.take_sharded(state_dict["state"])
         for number, group in enumerate(self.param_groups):
             group.update(state_dict["param_groups"][str(number)])
 
     def __getstate__(self) -> Any:
         raise ShardError("a sharded optimizer cannot be copied or pickled: keep its state_dict()")
-
-
-def _checked_groups(
-    model: DistributedDataParallel, optimizer_class: type[optim.Optimizer], params: Params | None
-) -> list[dict[str, Any]]:
-    """Return the groups of parameters.
-
-    Raises:
-        ShardError: where the model cannot have such an optimizer of these.
-    """
-    groups = _groups(model.module.parameters() if params is None else params)
-    if problem := problem_of_sharding(model, optimizer_class, groups):
-        raise ShardError(problem)
-    return groups
-
-
-def _groups(params: Params) -> list[dict[str, Any]]:
-    listed = _listed(params)
-    if not listed or not isinstance(listed[0], dict):
-        listed = [{"params": listed}]
-    found = []
-    for group in listed:
-        given = [group["params"]] if isinstance(group["params"], Tensor) else _listed(group["params"])
-        if given and all(isinstance(one, tuple) for one in given):  # with names, as torch takes them since 2.6
-            group = {**group, "param_names": [name for name, _ in given]}
-            given = [parameter for _, parameter in given]
-        found.append({**group, "params": given})
-    return found
-
-
-def _listed(params: Iterable[Any]) -> list[Any]:
-    if isinstance(params, Set):
-        raise ShardError("parameters are given as a set, which has another order on every rank: give a list")
-    return list(params)
 
 
 def _gather_group(model: DistributedDataParallel) -> Any:
