@@ -92,7 +92,7 @@ class Group:
         sizes = GroupBytes(
             stored, trained, gathered, gathered if goes_back else 0, round(precision.gather * trained), sent
         )
-        gather_s = all_gather(gathered)
+        gather_s = all_gather(gathered) if gathered else 0.0  # parameters may be left to each rank
         return cls(
             tuple(unit.name for unit in units),
             sizes,
@@ -101,7 +101,7 @@ class Group:
             gather_s,
             gather_s if goes_back else 0.0,
             reduce_scatter(sent) if trained else 0.0,
-            taken_by(all_gather, gathered),
+            taken_by(all_gather, gathered) if gathered else 0.0,
             taken_by(reduce_scatter, sent) if trained else 0.0,
         )
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import mgwfbp
-from mgwfbp import LinearCost
-from tests.runtime.fsdp_planning_ranks import trace_of
+from mgwfbp import LinearCost, ModelTrace
+from mgwfbp.fsdp import precision_of, predict_fsdp
+from mgwfbp.planners.fsdp_by_hand import plan_by_block
+from tests.runtime.fsdp_planning_ranks import COST, trace_of
 from tests.runtime.fsdp_ranks import Block, Blocks, difference, heard, plan_of, stock, told, whole
 from tests.runtime.launch import be_rank
 
@@ -108,7 +110,46 @@ def meshes() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {one.__name__: one for one in (again, meshes)}
+class Mixed(Blocks):
+    """The blocks are frozen in 16 bits, what is around them is trained in 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h.bfloat16().requires_grad_(False)
+
+
+def arguments() -> dict[str, Any]:
+    """What is planned with arguments of torch's."""
+    both = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    offload = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
+    torch.manual_seed(3)
+    model, mixed = Blocks(), Mixed()
+    trace = trace_of(model)
+    layers = tuple(layer for layer in trace.layers if not layer.name.startswith("h."))
+    within = {"within": layers[-1].name, "share": 0.0, "next": layers[0].name}
+    frozen = [{"name": name, "bytes": one.nbytes, **within} for name, one in mixed.h.named_parameters(prefix="h")]
+    of_mixed = ModelTrace("toy", trace.forward_s, layers, {"frozen": frozen})
+    ways: dict[str, tuple[nn.Module, ModelTrace, dict[str, Any]]] = {
+        "plain": (model, trace, {"reshard_after_forward": None, "mp_policy": None}),
+        "offloaded": (model, trace, {"offload_policy": offload}),
+        "ignored": (model, trace, {"ignored_params": {*model.h[1].parameters(), model.head.weight}}),
+        "mixed": (mixed, of_mixed, {"mp_policy": both}),
+        "as stored": (mixed, of_mixed, {}),
+    }
+    found = {}
+    for name, (one, its, given) in ways.items():
+        planned = mgwfbp.plan_fully_shard(one, trace=its, cost=COST, memory_limit="1 MiB", **given)
+        by_hand = replace(plan_by_block(planned.trace), predicted=planned.plan.predicted)
+        step = predict_fsdp(planned.trace, COST, by_hand, precision=precision_of(by_hand))
+        sizes = {group[0]: size for group, size in zip(step.groups, step.group_bytes, strict=True)}
+        gathers = {group[0]: end - start for group, (start, end) in zip(step.groups, step.gathers_s, strict=True)}
+        precision = planned.plan.predicted["precision"]
+        found[name] = {"memory": step.memory_bytes, "sizes": sizes, "gathers": gathers, "precision": precision}
+    ours = mgwfbp.fully_shard(model, trace=trace, cost=COST, reshard_after_forward=None)
+    return {**found, "wrapped": isinstance(ours, torch.distributed.fsdp.FSDPModule)}
+
+
+SCENARIOS = {one.__name__: one for one in (again, meshes, arguments)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

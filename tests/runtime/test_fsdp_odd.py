@@ -22,7 +22,7 @@ RANKS = "tests.runtime.fsdp_odd_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    return run_ranks(RANKS, ["again"], tmp_path_factory.mktemp("two"), 2)
+    return run_ranks(RANKS, ["again", "arguments"], tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,20 @@ def test_ranks_of_every_dimension_of_a_mesh_have_one_plan(four: list[Any]) -> No
             assert found[name]["groups"] == four[rank - rank % 2]["meshes"][name]["groups"], name
             assert found[name]["difference"] <= 1e-6
         assert found["measured"] <= 1e-6
+
+
+def test_offloaded_shares_ignored_parameters_and_types_are_planned_as_torch_has_them(two: list[Any]) -> None:
+    for found in (told["arguments"] for told in two):
+        plain, ignored, mixed = found["plain"], found["ignored"], found["mixed"]
+        whole = sum(plain["sizes"].values())
+        assert found["offloaded"]["memory"] == plain["memory"] - 4 * whole // 2
+        block = plain["sizes"]["h.1"]
+        assert ignored["sizes"] == {**plain["sizes"], "h.1": 0, "head": 3 * 4}
+        assert (ignored["gathers"]["h.1"], plain["gathers"]["h.1"] > 0) == (0.0, True)
+        assert ignored["memory"] < plain["memory"] - 4 * block // 2
+        # Blocks in 16 bits are gathered as they are, the rest in half of its bytes, and its gradients are sent in all.
+        frozen, trained = 5 * block // 2, whole - 5 * block
+        gather = (frozen + trained / 2) / (frozen + trained)
+        assert mixed["precision"] == {"gather": pytest.approx(gather), "reduce": 1.0, "states": 2, "kept": 1.0}
+        assert found["as stored"]["precision"] == {"gather": 1.0, "reduce": 1.0, "states": 2, "kept": 1.0}
+        assert found["wrapped"]

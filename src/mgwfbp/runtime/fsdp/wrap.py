@@ -81,7 +81,7 @@ def fully_shard(
         memory_limit: see there.
         **arguments: what torch's ``fully_shard`` takes besides (``mesh``, ``mp_policy``, ``offload_policy``,
             ``ignored_params``, ``shard_placement_fn``), for every group; not ``reshard_after_forward``, which the plan
-            says.
+            says. None stands for torch's default.
 
     Returns:
         The model itself.
@@ -93,6 +93,7 @@ def fully_shard(
         StrategyError: where this torch has no public ``fully_shard``.
     """
     shard = _torchs_fully_shard()
+    arguments = _told(arguments)
     inputs, wrapping = FsdpInputs(batch, loss_fn, trace, cost, memory_limit), None
     made: FsdpPlan | None = None
 
@@ -156,7 +157,8 @@ def plan_fully_shard(
             states of the optimizer; activations come on top. Without it a plan needs no more than wrapping by block
             where more gains less than 0.1 %. Else one that is made of ``batch`` on a GPU may take what the device has
             beside the activations of the measured step, and any other keeps all groups gathered.
-        **arguments: what torch's ``fully_shard`` will be given; of these ``mesh`` and ``mp_policy`` matter.
+        **arguments: what torch's ``fully_shard`` will be given; of these ``mesh``, ``mp_policy``, ``offload_policy``
+            and ``ignored_params`` matter.
 
     Raises:
         PlanError: on every rank, where there is nothing to plan with, or no plan fits into the limit.
@@ -164,6 +166,7 @@ def plan_fully_shard(
         StrategyError: where this torch has no public ``fully_shard``.
     """
     _torchs_fully_shard()
+    arguments = _told(arguments)
     with _ranks_of(arguments.get("mesh")) as group:
         return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments, group)
 
@@ -178,6 +181,11 @@ def _torchs_fully_shard() -> Any:
     return shard
 
 
+def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are given: None stands for torch's default."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def _made(
     model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> FsdpPlanning:
@@ -185,15 +193,14 @@ def _made(
 
     def stay() -> list[str]:
         _check(model, arguments)
-        if arguments.get("dp_mesh_dims") is not None:
+        if "dp_mesh_dims" in arguments:
             raise PlanError(
                 "dp_mesh_dims is given, and a plan is made for a mesh whose last dimension shards: give plan=, or such "
                 "a mesh"
             )
         return list(kept_units(model, unit_names(model)))
 
-    place = Place.of(group, arguments.get("mesh"), arguments.get("mp_policy"))
-    made = make_plan(model, inputs, place, stay)
+    made = make_plan(model, inputs, Place.of(group, arguments), stay)
     if dist.get_rank() == 0:
         predicted = made.plan.predicted
         step_s, bound_s = (format_seconds(predicted[name]) for name in ("iteration_s", "lower_bound_s"))
