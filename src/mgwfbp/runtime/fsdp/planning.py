@@ -3,8 +3,8 @@
 [Note: memory where no limit is given]
 On a GPU a plan may take what the smallest of the ranks' devices has (`USABLE` of it, since the allocator loses some and
 NCCL needs its own) less what the measured step needed besides parameters and gradients, which is its activations.
-Without a measured step, and on a host, there is no limit. Where less memory costs time every group is then kept, as
-with ``reshard_after_forward=False``.
+Where no plan fits into that it is what wrapping by block needs. Without a measured step, and on a host, there is no
+limit. Where less memory costs time every group is then kept, as with ``reshard_after_forward=False``.
 """
 
 import contextlib
@@ -181,10 +181,9 @@ def make_plan(
         if not is_first:
             return None
         made = partial(plan_fsdp, trace, cost, precision=precision, root=read.root)
-        found = made(memory_limit=read.limit)
-        if read.limit is None and room is not None and found.predicted["memory_bytes"] > room:
-            found = made(memory_limit=max(room, by_block))  # what nobody asked for refuses nothing
-        return found
+        if read.limit is not None or room is None:
+            return made(memory_limit=read.limit)
+        return plan_in_room(made, room, by_block)
 
     found = _raising(plan, place.group)
     if found is not None and read.limit is None and room is None:
@@ -192,6 +191,24 @@ def make_plan(
     # Rank 0 plans: libm differs between processors, so two ranks could compute different plans.
     text = broadcast_text("" if found is None else found.dumps(), 0, place.group)
     return FsdpPlanning(found or FsdpPlan.from_json(json.loads(text)), trace, cost)
+
+
+def plan_in_room(made: Callable[..., FsdpPlan], room: int, by_block: int) -> FsdpPlan:
+    """Return a plan that fits on a device, and where none does one in the memory of wrapping by block, with a warning.
+
+    Args:
+        made: plans within ``memory_limit``, or raises a PlanError.
+        room: what the device has, which nobody asked for, so that it refuses nothing.
+        by_block: what wrapping by block needs.
+    """
+    found = made(memory_limit=None)
+    if found.predicted["memory_bytes"] <= room:
+        return found
+    try:
+        return made(memory_limit=room)
+    except PlanError as problem:
+        _log.warning("planned in the memory of wrapping by block, %s: %s", format_bytes(by_block), problem)
+        return made(memory_limit=by_block)
 
 
 def _warn_of_memory(plan: FsdpPlan, by_block: int) -> None:
