@@ -11,11 +11,11 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import mgwfbp
-from mgwfbp import LinearCost, ModelTrace
+from mgwfbp import FsdpPlan, LinearCost, ModelTrace
 from mgwfbp.fsdp import precision_of, predict_fsdp
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from tests.runtime.fsdp_planning_ranks import COST, trace_of
-from tests.runtime.fsdp_ranks import Block, Blocks, difference, heard, plan_of, stock, told, whole
+from tests.runtime.fsdp_ranks import Block, Blocks, difference, events_of, heard, plan_of, stock, told, whole
 from tests.runtime.launch import be_rank
 
 # Messages are so slow that as few of them as may be are planned.
@@ -149,7 +149,24 @@ def arguments() -> dict[str, Any]:
     return {**found, "wrapped": isinstance(ours, torch.distributed.fsdp.FSDPModule)}
 
 
-SCENARIOS = {one.__name__: one for one in (again, meshes, arguments)}
+class Adapted(Blocks):
+    """Blocks of which the first ones are frozen, behind a stem that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.h[:3]:
+            block.requires_grad_(False)
+
+
+def reached() -> dict[str, Any]:
+    """What FSDP2 does where the backward pass goes on from trained groups to frozen ones, to the root's stem."""
+    planned = mgwfbp.plan_fully_shard(Adapted(), batch=torch.rand(6, 4), loss_fn=loss_of, cost=COST)
+    groups = tuple((f"h.{place}",) for place in range(5))
+    plan = FsdpPlan("toy", groups, (True,) * 5, predicted=planned.plan.predicted, root=("stem", "head"))
+    return {"events": events_of(mgwfbp.fully_shard(Adapted(), plan))}
+
+
+SCENARIOS = {one.__name__: one for one in (again, meshes, arguments, reached)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

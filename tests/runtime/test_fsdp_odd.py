@@ -22,7 +22,7 @@ RANKS = "tests.runtime.fsdp_odd_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    return run_ranks(RANKS, ["again", "arguments"], tmp_path_factory.mktemp("two"), 2)
+    return run_ranks(RANKS, ["again", "arguments", "reached"], tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,10 @@ def test_offloaded_shares_ignored_parameters_and_types_are_planned_as_torch_has_
         assert mixed["precision"] == {"gather": pytest.approx(gather), "reduce": 1.0, "states": 2, "kept": 1.0}
         assert found["as stored"]["precision"] == {"gather": 1.0, "reduce": 1.0, "states": 2, "kept": 1.0}
         assert found["wrapped"]
+
+
+def test_frozen_groups_are_asked_for_ahead_where_the_backward_pass_reaches_them(two: list[Any]) -> None:
+    for events in (told["reached"]["events"] for told in two):
+        for place in range(3):  # before the group behind it ends
+            again = len(events) - 1 - events[::-1].index(f"all_gather h.{place}")
+            assert events.index(f"pre_backward h.{place + 1}") < again < events.index(f"pre_backward h.{place}")

@@ -28,7 +28,7 @@ from typing import Any
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError
 from mgwfbp.fsdp import FsdpPlan, fsdp_lower_bound_s, predict_fsdp, reported_bound_s
-from mgwfbp.fsdp_units import ROOT, idle_of, root_of
+from mgwfbp.fsdp_units import ROOT, idle_of, root_of, whole_units
 from mgwfbp.memory import AS_STORED, Precision
 from mgwfbp.planners.fsdp_by_hand import BY_HAND, plan_blocks_alone, plan_by_block
 from mgwfbp.planners.fsdp_search import Found, Problem, Search
@@ -121,6 +121,7 @@ def _plan(problem: Problem, found: Found) -> FsdpPlan:
         "exact": step.iteration_s <= max(bound_s, searched_s) * TIE,
         "precision": precision._asdict(),
         "at_root": at_root,
+        "not_reached": [name for name, unit in whole_units(trace).items() if not unit.goes_back and name not in idle],
     }
     groups = tuple(group for group in step.groups if group != (ROOT,))
     ahead = choice.forward_prefetch, choice.backward_prefetch

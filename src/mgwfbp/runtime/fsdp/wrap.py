@@ -39,7 +39,7 @@ class _Wrapping:
 
     groups: tuple[tuple[nn.Module, ...], ...]  # in forward order, none empty
     reshard: tuple[bool, ...]  # of each
-    first_back: int  # the group that the backward pass ends with: those before it are frozen
+    first_back: int  # the group that the backward pass ends with: it does not reach those before
     idle: tuple[nn.Module, ...]  # that no step uses
     kept: Mapping[str, str]  # units that stay with the root, and why
     frozen: tuple[int, int]  # parameters that get no gradient and are in no unit, and their bytes
@@ -246,13 +246,15 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
         units = trained  # a plan of a trace that has no frozen parameters
     plan.check_covers(units)
     kept = kept_units(model, units)
-    groups, reshard = [], []
+    groups, reshard, is_reached = [], [], []
+    # A plan that does not say what the backward pass reaches is taken to have nothing trained before its groups.
+    frozen_first = plan.predicted.get("not_reached", sorted(units - trained))
     for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
         group = [one for name in names if name not in kept for one in called_of(modules[name]) or ()]
         if group:
             groups.append(tuple(group))
             reshard.append(is_resharded)
-    is_trained = [any(one.requires_grad for part in group for one in part.parameters()) for group in groups]
+            is_reached.append(not set(names).issubset(frozen_first))
     idle = [one for name in plan.idle if name not in kept for one in called_of(modules[name]) or ()]
     frozen = [
         one.nbytes
@@ -264,7 +266,7 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
     return _Wrapping(
         tuple(groups),
         tuple(reshard),
-        is_trained.index(True) if True in is_trained else 0,
+        is_reached.index(True) if True in is_reached else 0,
         tuple(idle),
         {name: why for name, why in {**because, **kept}.items() if name not in plan.idle},
         (len(frozen), sum(frozen)),
