@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import mgwfbp
 from mgwfbp import FsdpPlan, LinearCost, ModelTrace
 from mgwfbp.fsdp import precision_of, predict_fsdp
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from tests.runtime.fsdp_planning_ranks import COST, trace_of
-from tests.runtime.fsdp_ranks import Block, Blocks, difference, events_of, heard, plan_of, stock, told, whole
+from tests.runtime.fsdp_ranks import PLANS, Block, Blocks, difference, events_of, heard, plan_of, stock, told, whole
 from tests.runtime.launch import be_rank
 
 # Messages are so slow that as few of them as may be are planned.
@@ -166,7 +168,57 @@ def reached() -> dict[str, Any]:
     return {"events": events_of(mgwfbp.fully_shard(Adapted(), plan))}
 
 
-SCENARIOS = {one.__name__: one for one in (again, meshes, arguments, reached)}
+class Checkpointed(Blocks):
+    """Blocks that are computed again in the backward pass, all of them or every second one."""
+
+    def __init__(self, each: int) -> None:
+        super().__init__()
+        self.each = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for place, block in enumerate(self.h):
+            x = block(x) if place % self.each else checkpoint(block, x, use_reentrant=False)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def checkpointed() -> dict[str, Any]:
+    """What is learnt where activations are computed again, by plans that are given and one that is made."""
+    found = {}
+    for each in (1, 2):
+        torch.manual_seed(3)
+        expected = learn(stock(Checkpointed(each)), loss_of)
+        ways: dict[str, dict[str, Any]] = {name: {"plan": plan} for name, plan in PLANS[Blocks].items()}
+        for name, given in {**ways, "made": {"batch": torch.rand(6, 4), "loss_fn": loss_of, "cost": COST}}.items():
+            torch.manual_seed(3)
+            found[f"{name}, {each}"] = difference(
+                learn(mgwfbp.fully_shard(Checkpointed(each), **given), loss_of), expected
+            )
+    return found
+
+
+def on_meta() -> dict[str, Any]:
+    """A model that gets its memory, and then its parameters, after it was wrapped."""
+    torch.manual_seed(3)
+    state = {name: one.clone() for name, one in Blocks().state_dict().items()}
+
+    def filled(model: Any) -> Any:
+        model.to_empty(device="cpu")
+        states.set_model_state_dict(model, state, options=states.StateDictOptions(full_state_dict=True))
+        return model
+
+    with torch.device("meta"):
+        theirs, ours = Blocks(), Blocks()
+    expected = learn(filled(stock(theirs)), loss_of)
+    trace = trace_of(Blocks())
+    plan = mgwfbp.plan_fully_shard(ours, trace=trace, cost=COST)[0]
+    mgwfbp.fully_shard(ours, trace=trace, cost=COST)
+    was_meta = all(one.is_meta for one in ours.parameters())
+    same = plan == mgwfbp.plan_fully_shard(Blocks(), trace=trace, cost=COST)[0]
+    return {"difference": difference(learn(filled(ours), loss_of), expected), "was_meta": was_meta, "same": same}
+
+
+SCENARIOS = {one.__name__: one for one in (again, meshes, arguments, reached, checkpointed, on_meta)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

@@ -22,7 +22,9 @@ RANKS = "tests.runtime.fsdp_odd_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    return run_ranks(RANKS, ["again", "arguments", "reached"], tmp_path_factory.mktemp("two"), 2)
+    return run_ranks(
+        RANKS, ["again", "arguments", "reached", "checkpointed", "on_meta"], tmp_path_factory.mktemp("two"), 2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,14 @@ def test_frozen_groups_are_asked_for_ahead_where_the_backward_pass_reaches_them(
         for place in range(3):  # before the group behind it ends
             again = len(events) - 1 - events[::-1].index(f"all_gather h.{place}")
             assert events.index(f"pre_backward h.{place + 1}") < again < events.index(f"pre_backward h.{place}")
+
+
+def test_where_activations_are_computed_again_training_is_bitwise_torchs_whatever_the_plan(two: list[Any]) -> None:
+    for found in (told["checkpointed"] for told in two):
+        assert len(found) == 14
+        assert {name: error for name, error in found.items() if error} == {}
+
+
+def test_a_model_on_the_meta_device_is_planned_and_wrapped_and_gets_its_memory_later(two: list[Any]) -> None:
+    for found in (told["on_meta"] for told in two):
+        assert found == {"difference": 0.0, "was_meta": True, "same": True}
