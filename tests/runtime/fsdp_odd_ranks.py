@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mgwfbp
 from mgwfbp import FsdpPlan, LinearCost, ModelTrace
 from mgwfbp.fsdp import precision_of, predict_fsdp
+from mgwfbp.measure.backward import measure_backward
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from tests.runtime.fsdp_planning_ranks import COST, trace_of
 from tests.runtime.fsdp_ranks import PLANS, Block, Blocks, difference, events_of, heard, plan_of, stock, told, whole
@@ -82,6 +83,39 @@ def again() -> dict[str, Any]:
         "trace": planned.trace.to_json(),
         "said": lines,
     }
+
+
+class Predicting(Blocks):
+    """A head that runs again behind the forward pass of its group, whose output is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.further = nn.LayerNorm(6), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for block in self.h:
+            x = block(x)
+        first = self.head(self.norm(x))
+        self.second = self.head(self.further(x))
+        return first  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor) -> Tensor:
+        return torch.stack([one.square().mean() for one in (output, self.second)]).sum()
+
+
+def predicting() -> dict[str, Any]:
+    """What is learnt by what wraps a head with the norm before it, resharded, were it not that it runs again."""
+    torch.manual_seed(3)
+    model = Predicting()
+    trace = measure_backward(model, torch.rand(6, 4), model.loss, steps=1, warmup=0)
+    plan = plan_by_block(trace)
+    for block in model.h:
+        torch.distributed.fsdp.fully_shard(block)
+    expected = learn(torch.distributed.fsdp.fully_shard(model), model.loss)
+    torch.manual_seed(3)
+    model = mgwfbp.fully_shard(Predicting(), replace(plan, reshard=(True,) * len(plan.groups)))
+    return {"difference": difference(learn(model, model.loss), expected), "groups": plan.groups}
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -218,7 +252,7 @@ def on_meta() -> dict[str, Any]:
     return {"difference": difference(learn(filled(ours), loss_of), expected), "was_meta": was_meta, "same": same}
 
 
-SCENARIOS = {one.__name__: one for one in (again, meshes, arguments, reached, checkpointed, on_meta)}
+SCENARIOS = {one.__name__: one for one in (again, predicting, meshes, arguments, reached, checkpointed, on_meta)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

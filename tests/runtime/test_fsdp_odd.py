@@ -23,7 +23,10 @@ RANKS = "tests.runtime.fsdp_odd_ranks"
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
     return run_ranks(
-        RANKS, ["again", "arguments", "reached", "checkpointed", "on_meta"], tmp_path_factory.mktemp("two"), 2
+        RANKS,
+        ["again", "predicting", "arguments", "reached", "checkpointed", "on_meta"],
+        tmp_path_factory.mktemp("two"),
+        2,
     )
 
 
@@ -47,6 +50,12 @@ def test_modules_that_run_again_in_a_step_are_merged_with_no_other_and_train_as_
         said = [line for line in found["said"] if "which run again in a step" in line]
         assert len(said) == (rank == 0)
         assert all("'head'" in line for line in said)
+
+
+def test_a_head_that_runs_again_does_not_fail_in_the_backward_pass(two: list[Any]) -> None:
+    for found in (told["predicting"] for told in two):
+        assert ["head"] in found["groups"]
+        assert found["difference"] == 0.0
 
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="this torch cannot average over replicas of FSDP2 over gloo")
