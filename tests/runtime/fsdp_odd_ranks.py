@@ -172,7 +172,7 @@ def arguments() -> dict[str, Any]:
         "mixed": (mixed, of_mixed, {"mp_policy": both}),
         "as stored": (mixed, of_mixed, {}),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, (one, its, given) in ways.items():
         planned = mgwfbp.plan_fully_shard(one, trace=its, cost=COST, memory_limit="1 MiB", **given)
         by_hand = replace(plan_by_block(planned.trace), predicted=planned.plan.predicted)
@@ -181,6 +181,12 @@ def arguments() -> dict[str, Any]:
         gathers = {group[0]: end - start for group, (start, end) in zip(step.groups, step.gathers_s, strict=True)}
         precision = planned.plan.predicted["precision"]
         found[name] = {"memory": step.memory_bytes, "sizes": sizes, "gathers": gathers, "precision": precision}
+    plan = mgwfbp.plan_fully_shard(model, trace=trace, cost=COST)[0]
+    others = {"same": Blocks(), "in 16 bits": Blocks().bfloat16(), "frozen": Mixed().float()}
+    found["warned"] = {
+        name: [line for line in heard(partial(mgwfbp.fully_shard, one, plan))[0] if line.startswith("WARNING")]
+        for name, one in others.items()
+    }
     ours = mgwfbp.fully_shard(model, trace=trace, cost=COST, reshard_after_forward=None)
     return {**found, "wrapped": isinstance(ours, torch.distributed.fsdp.FSDPModule)}
 

@@ -72,9 +72,15 @@ def test_ranks_of_every_dimension_of_a_mesh_have_one_plan(four: list[Any]) -> No
 
 
 def test_offloaded_shares_ignored_parameters_and_types_are_planned_as_torch_has_them(two: list[Any]) -> None:
-    for found in (told["arguments"] for told in two):
+    for rank, found in enumerate(told["arguments"] for told in two):
+        whole = sum(found["plain"]["sizes"].values())
+        begin = f"WARNING the plan is for {whole} B of parameters, {whole} of them trained, the model has "
+        end = " of them trained: it predicts another step and its memory"
+        assert found["warned"]["same"] == []
+        if rank == 0:
+            assert found["warned"]["in 16 bits"] == [f"{begin}{whole // 2} B, {whole // 2}{end}"]
+            assert found["warned"]["frozen"] == [f"{begin}{whole} B, {whole - 5 * found['plain']['sizes']['h.1']}{end}"]
         plain, ignored, mixed = found["plain"], found["ignored"], found["mixed"]
-        whole = sum(plain["sizes"].values())
         assert found["offloaded"]["memory"] == plain["memory"] - 4 * whole // 2
         block = plain["sizes"]["h.1"]
         assert ignored["sizes"] == {**plain["sizes"], "h.1": 0, "head": 3 * 4}

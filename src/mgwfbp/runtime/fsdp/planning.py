@@ -39,7 +39,7 @@ from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_bytes, parse_bytes, plural, quote
 
-__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
+__all__ = ["MOST_UNKNOWN", "FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
 
 _log = logging.getLogger("mgwfbp")
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.fsdp import FsdpPlan, at_root_of
 from mgwfbp.fsdp_units import whole_units
 from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
-from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_names
+from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_bytes, unit_names
 from mgwfbp.measure.workload import LossFn
-from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan
+from mgwfbp.runtime.fsdp.planning import MOST_UNKNOWN, FsdpInputs, FsdpPlanning, Place, make_plan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
@@ -116,11 +116,7 @@ def fully_shard(
     assert wrapping is not None  # noqa: S101 - the plan was prepared
     if dist.get_rank() == 0:
         _log_kept(wrapping)
-        if lost := [name for name in chain(*agreed.groups) if name in wrapping.kept]:
-            _log.warning(
-                "%s",
-                f"the plan has {_listed(lost)} in groups, not with the root: it predicts another step and its memory",
-            )
+        _warn_of_plan(model, agreed, wrapping, set(map(id, arguments.get("ignored_params", ()))))
     # Units never nest, so that groups may be wrapped in any order; the root comes last.
     for parts, is_resharded in zip(wrapping.groups, wrapping.reshard, strict=True):
         shard(parts[0] if len(parts) == 1 else list(parts), reshard_after_forward=is_resharded, **arguments)
@@ -315,6 +311,24 @@ def _log_kept(wrapping: _Wrapping) -> None:
         parts.append(f"{plural(number, 'frozen parameter')} of {format_bytes(size)} (in no module of the plan)")
     if parts:
         _log.info("fully_shard keeps with the root, gathered first and never resharded: %s", "; ".join(parts))
+
+
+def _warn_of_plan(model: nn.Module, plan: FsdpPlan, wrapping: _Wrapping, ignored: Collection[int]) -> None:
+    """Warn where a plan can be run, and was made for another step: with other modules in the root, or other sizes."""
+    if lost := [name for name in chain(*plan.groups) if name in wrapping.kept]:
+        _log.warning(
+            "the plan has %s in groups, not with the root: it predicts another step and its memory", _listed(lost)
+        )
+    sizes = unit_bytes(model, ignored=ignored).values()
+    stored, trained = (sum(size[place] for size in sizes) for place in range(2))
+    was_stored, was_trained = (plan.predicted.get(name) for name in ("parameter_bytes", "trained_bytes"))
+    # A trace may not know a few frozen parameters.
+    if was_trained not in (None, trained) or not stored * (1 - MOST_UNKNOWN) <= (was_stored or stored) <= stored:
+        _log.warning(
+            "%s",
+            f"the plan is for {was_stored} B of parameters, {was_trained} of them trained, the model has {stored} B, "
+            f"{trained} of them trained: it predicts another step and its memory",
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
