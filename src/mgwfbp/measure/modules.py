@@ -87,7 +87,7 @@ def outer_of(name: str) -> list[str]:
 def shared_units(model: nn.Module, units: Collection[str]) -> set[str]:
     """Return the units with a parameter that can also be reached without passing through their module."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    unit_of = {id(modules[name]): name for name in units}
+    unit_of = {id(modules[name]): name for name in units if name in modules}
     reached: dict[int, list[set[str]]] = {}  # by parameter, for each of its names: the unit it is in, if any
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = {unit_of[id(modules[outer])] for outer in outer_of(name) if id(modules[outer]) in unit_of}
