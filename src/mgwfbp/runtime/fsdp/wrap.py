@@ -226,7 +226,8 @@ def _ranks_of(mesh: Any) -> Iterator[dist.ProcessGroup | None]:
     elif mesh.ndim == 1:
         yield mesh.get_group()
     else:
-        group: Any = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+        # Over gloo: nccl may split a communicator of all ranks, and those outside of this mesh do not come here.
+        group: Any = dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo", use_local_synchronization=True)
         try:
             yield group
         finally:
