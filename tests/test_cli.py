@@ -206,6 +206,22 @@ def test_a_plan_for_fsdp2_is_written_within_the_memory_there_is(folder: Path) ->
     assert "ddp keeps all parameters; give --engine fsdp2" in refused.stderr
 
 
+def test_where_engines_send_in_different_precisions_the_table_and_a_line_say_so(folder: Path) -> None:
+    trace = ("--trace", "bert-h200-b32", "--workers", "4", "--engine", "ddp,fsdp2")
+    for command in (("compare", *trace, "--cost", "25gbe"), ("simulate", *trace, "--network", "25gbe")):
+        plain = run(folder, *command)
+        assert "not alike" not in plain.stderr
+        assert "bits" not in plain.stdout.splitlines()[0].split()
+        short = run(folder, *command, "--param-dtype", "bfloat16", "--reduce-dtype", "float32")
+        assert "fsdp2 gathers and sends in 16, 32 bits, the other engines send in 32: not alike" in short.stderr
+        titles, *lines = short.stdout.splitlines()
+        assert titles.endswith("bits")
+        for line in lines[: lines.index(next(one for one in lines if one.startswith("fsdp2 "))) + 1]:
+            assert line.endswith("16, 32") == line.startswith("fsdp2")
+        rows = json.loads(run(folder, *command, "--param-dtype", "bfloat16", "--json").stdout)
+        assert {(row["planner"].startswith("fsdp2"), row["bits"]) for row in rows} == {(False, "32"), (True, "16")}
+
+
 def test_memory_of_every_engine_counts_frozen_parameters(folder: Path) -> None:
     layers = tuple(LayerTrace(f"h.{name}.w", 1.0, 100, 1.0) for name in "cba")
     plain = ModelTrace("toy", 3.0, layers)

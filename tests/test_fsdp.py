@@ -1,6 +1,8 @@
 """FSDP2's step as torch's hooks make it, what a rank holds, and the planner beside all plans there are."""
 
+import importlib
 import re
+from functools import partial
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from random import Random
@@ -468,3 +470,27 @@ def test_a_plan_is_read_as_it_was_written_and_bad_ones_are_one_line(tmp_path: Pa
 def test_a_trace_whose_names_tell_no_modules_is_refused() -> None:
     with pytest.raises(PlanError, match="are in no module whose name is known"):
         plan_fsdp(ModelTrace("toy", 1.0, (LayerTrace("a", 1.0, 4), LayerTrace("b", 1.0, 4))), COST)
+
+
+def test_what_fits_on_a_device_is_planned_and_where_nothing_does_what_wrapping_by_block_needs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("torch")
+    planning = importlib.import_module("mgwfbp.runtime.fsdp.planning")
+    # Norm and head are larger than blocks: by block they are one group, which is kept.
+    sizes = {"embed": 10, **{f"h.{place}": 20 for place in range(6)}, "norm": 60, "head": 60}
+    layers = tuple(LayerTrace(f"{name}.w", 1.0, sizes[name], 1.0) for name in reversed(sizes))
+    trace, cost = ModelTrace("toy", 9.0, layers), LinearCost(workers=8, startup_s=1.0, per_byte_s=0.1)
+    made = partial(plan_fsdp, trace, cost)
+    free = made().predicted["memory_bytes"]
+    by_block = predict_fsdp(trace, cost, plan_by_block(trace)).memory_bytes
+    with pytest.raises(PlanError) as refused:
+        made(memory_limit=1)
+    least = parse_bytes(str(refused.value).partition("the least is ")[2].partition(" a rank")[0])
+    assert least < by_block < free
+    for room, most in ((free, free), (by_block, by_block), (least, least), (least - 1, by_block), (-1, by_block)):
+        caplog.clear()
+        found = planning.plan_in_room(made, room, by_block).predicted["memory_bytes"]
+        assert found <= most
+        assert len(caplog.records) == (room < least)
+        assert all("planned in the memory of wrapping by block, " in line for line in caplog.messages)

@@ -34,10 +34,10 @@ __all__ = [
     "FsdpPlan",
     "at_root_of",
     "fsdp_lower_bound_s",
-    "idle_bytes_of",
     "precision_of",
     "predict_fsdp",
     "reported_bound_s",
+    "shares_of",
 ]
 
 # Times that differ by less are equal.
@@ -171,14 +171,14 @@ def predict_fsdp(trace: ModelTrace, cost: Cost, plan: FsdpPlan, *, precision: Pr
     merged = [Group.of([units[place_of[name]] for name in group], cost, precision) for group in groups]
     reshard = (*(False for _ in root), *plan.reshard)
     schedule = Schedule(reshard, plan.forward_prefetch, plan.backward_prefetch, bool(root))
-    return lay_out(merged, schedule, Shares(cost.workers, precision.states, idle_bytes_of(trace, plan.idle)))
+    return lay_out(merged, schedule, shares_of(trace, cost, precision, plan.idle))
 
 
 def precision_of(plan: FsdpPlan) -> Precision:
     """Return the precision that a plan was made for.
 
     >>> precision_of(FsdpPlan("toy", (("a",),), (True,)))
-    Precision(gather=1.0, reduce=1.0, states=2)
+    Precision(gather=1.0, reduce=1.0, states=2, kept=1.0)
     """
     said = plan.predicted.get("precision", {})
     known = {name: said[name] for name in Precision._fields if isinstance(said, Mapping) and name in said}
@@ -196,10 +196,11 @@ def at_root_of(plan: FsdpPlan) -> tuple[str, ...]:
     return check_items(plan.predicted.get("at_root", plan.root), str, "predicted: at_root", PlanError)
 
 
-def idle_bytes_of(trace: ModelTrace, idle: Iterable[str]) -> int:
-    """Return how large modules are that no step uses."""
+def shares_of(trace: ModelTrace, cost: Cost, precision: Precision, idle: Iterable[str]) -> Shares:
+    """Return what each rank keeps a part of, modules that no step uses among it."""
     whole = whole_units(trace)
-    return sum(whole[name].num_bytes for name in idle)
+    idle_bytes = sum(whole[name].num_bytes for name in idle)
+    return Shares(cost.workers, precision.states, idle_bytes, precision.kept)
 
 
 def fsdp_lower_bound_s(
@@ -241,20 +242,25 @@ def fsdp_lower_bound_s(
     forward_s, left_s, gathered = 0.0, sum(unit.forward_s for unit in units), 0
     for group in groups:
         gathered += group.sizes.gathered
-        forward_s = max(forward_s, cheapest_s(all_gather, gathered) + left_s)
+        forward_s = max(forward_s, _least_s(all_gather, gathered) + left_s)
         left_s -= group.forward_s
     backward_s, done_s, sent = 0.0, 0.0, sum(group.sizes.sent for group in groups)
     rest = sent
     for group in reversed(groups):
         done_s += group.backward_s
-        backward_s = max(backward_s, done_s + (cheapest_s(reduce_scatter, rest) if rest else 0.0))
+        backward_s = max(backward_s, done_s + _least_s(reduce_scatter, rest))
         rest -= group.sizes.sent
-    link_s = cheapest_s(all_gather, gathered) + (cheapest_s(reduce_scatter, sent) if sent else 0.0)
+    link_s = _least_s(all_gather, gathered) + _least_s(reduce_scatter, sent)
     if memory_limit is not None:
-        shares = Shares(cost.workers, precision.states, idle_bytes_of(trace, idle))
+        shares = shares_of(trace, cost, precision, idle)
         again = _least_again(groups, memory_limit, shares)
-        link_s += cheapest_s(all_gather, again) if again else 0.0
+        link_s += _least_s(all_gather, again)
     return max(forward_s + backward_s, link_s)
+
+
+def _least_s(cost: Cost, num_bytes: int) -> float:
+    """Return what so many bytes take at least; none need no message."""
+    return cheapest_s(cost, num_bytes) if num_bytes else 0.0
 
 
 def reported_bound_s(bound_s: float, step_s: float) -> float:
@@ -264,7 +270,6 @@ def reported_bound_s(bound_s: float, step_s: float) -> float:
 
 def _least_again(groups: Sequence[Group], limit: int, shares: Shares) -> int:
     """Return how many bytes a plan that fits gathers again at least."""
-    stored = shares.idle_bytes + sum(group.sizes.stored + (1 + shares.states) * group.sizes.trained for group in groups)
-    room = limit - stored / shares.workers - groups[-1].sizes.gradient
+    room = limit - shares.held(group.sizes for group in groups) - groups[-1].sizes.gradient
     again = sum(group.sizes.again for group in groups)
     return max(0, floor(again - room))

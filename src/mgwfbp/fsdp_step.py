@@ -20,9 +20,10 @@ one communicator, which sends in the order in which it is asked:
 - gradients of a group are sent when its backward pass has ended and those before have been sent, and the next group
   computes behind that: torch holds one buffer of gradients that are being sent (``reduce_scatter_max_input_buffers``).
 
-What a message takes from the computation (`mgwfbp.cost.taken_by`) are the copies around it: out of a gather before a
-group computes, and into a reduce-scatter behind it. The step is a forward pass and a backward pass until all gradients
-are sent; the update is left out.
+What a message takes from the computation (`mgwfbp.cost.taken_by`) is laid out where FSDP2 copies around it: that of a
+gather before its group computes, that of a reduce-scatter behind it. Measured it is what passes take longer beside
+messages (`mgwfbp.measure.beside`), without these copies, which are in no number. The step is a forward pass and a
+backward pass until all gradients are sent; the update is left out.
 """
 
 from collections.abc import Sequence
@@ -79,8 +80,8 @@ class Group:
     gather_s: float
     again_s: float  # the gather in the backward pass; 0 where that does not reach it
     send_s: float
-    copy_out_s: float  # what a gather takes from the computation
-    copy_in_s: float  # and a reduce-scatter
+    copy_out_s: float  # what a gather takes from the computation, as if in its copy out
+    copy_in_s: float  # and a reduce-scatter, as if in its copy in
 
     @classmethod
     def of(cls, units: Sequence[Unit], cost: Cost, precision: Precision = AS_STORED) -> Self:
@@ -92,7 +93,7 @@ class Group:
         sizes = GroupBytes(
             stored, trained, gathered, gathered if goes_back else 0, round(precision.gather * trained), sent
         )
-        gather_s = all_gather(gathered)
+        gather_s = all_gather(gathered) if gathered else 0.0  # parameters may be left to each rank
         return cls(
             tuple(unit.name for unit in units),
             sizes,
@@ -101,7 +102,7 @@ class Group:
             gather_s,
             gather_s if goes_back else 0.0,
             reduce_scatter(sent) if trained else 0.0,
-            taken_by(all_gather, gathered),
+            taken_by(all_gather, gathered) if gathered else 0.0,
             taken_by(reduce_scatter, sent) if trained else 0.0,
         )
 

@@ -20,6 +20,7 @@ __all__ = [
     "units_of",
     "units_of_names",
     "whole_units",
+    "without_bytes",
 ]
 
 # What the rest of the model is called: parameters of no module that is a unit.
@@ -190,6 +191,16 @@ def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
 def frozen_bytes_of(trace: ModelTrace) -> int:
     """Return how large the frozen parameters are that a trace names."""
     return sum(one["bytes"] for one in _frozen(trace))
+
+
+def without_bytes(trace: ModelTrace, names: Collection[str]) -> ModelTrace:
+    """Return a trace in which some parameters compute and do not travel, since each rank has them whole."""
+    if not names:
+        return trace
+    layers = tuple(replace(layer, grad_bytes=0) if layer.name in names else layer for layer in trace.layers)
+    frozen = [{**one, "bytes": 0} if one["name"] in names else one for one in _frozen(trace)]
+    source = {**trace.source, **({"frozen": frozen} if "frozen" in trace.source else {})}
+    return replace(trace, layers=layers, source=source)
 
 
 def _parts(trace: ModelTrace) -> list[Unit]:

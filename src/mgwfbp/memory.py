@@ -1,6 +1,6 @@
 """What a rank holds of parameters, gradients and the optimizer's state, by who trains; activations come on top."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
@@ -50,12 +50,13 @@ class Precision(NamedTuple):
     """How many bytes FSDP2 gathers, sends and keeps for every byte of a parameter as it is stored.
 
     >>> Precision(gather=0.5, reduce=1.0)  # of fp32: param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    Precision(gather=0.5, reduce=1.0, states=2)
+    Precision(gather=0.5, reduce=1.0, states=2, kept=1.0)
     """
 
     gather: float = 1.0  # a gathered parameter, and its whole gradient
     reduce: float = 1.0  # what is sent of the gradient
     states: float = STATES  # of the optimizer
+    kept: float = 1.0  # of a rank's share of parameters, gradients and states on its device; 0 where the host has it
 
 
 # Everything as parameters are stored.
@@ -71,14 +72,6 @@ class Schedule(NamedTuple):
     has_root: bool = False  # the first group is the rest of the model
 
 
-class Shares(NamedTuple):
-    """What each rank keeps a part of."""
-
-    workers: int
-    states: float = STATES  # of the optimizer
-    idle_bytes: int = 0  # parameters that no step uses
-
-
 class GroupBytes(NamedTuple):
     """What a group of FSDP2 takes."""
 
@@ -88,6 +81,24 @@ class GroupBytes(NamedTuple):
     again: int  # and in the backward pass, where they were resharded
     gradient: int
     sent: int  # the copy of the gradient that is sent
+
+
+class Shares(NamedTuple):
+    """What each rank keeps a part of.
+
+    >>> Shares(4, states=1).held([GroupBytes(100, 80, 0, 0, 0, 0)]), Shares(4, kept=0.0).held([])
+    (65.0, 0.0)
+    """
+
+    workers: int
+    states: float = STATES  # of the optimizer
+    idle_bytes: int = 0  # parameters that no step uses
+    kept: float = 1.0  # on its device
+
+    def held(self, groups: Iterable[GroupBytes]) -> float:
+        """Return the bytes of a rank's share of parameters, gradients and the optimizer's state."""
+        stored = sum(group.stored + (1 + self.states) * group.trained for group in groups)
+        return self.kept * (self.idle_bytes + stored) / self.workers
 
 
 def fsdp_memory_bytes(groups: Sequence[GroupBytes], schedule: Schedule, shares: Shares) -> int:
@@ -117,8 +128,6 @@ def fsdp_memory_bytes(groups: Sequence[GroupBytes], schedule: Schedule, shares: 
     """
     reshard, forward_prefetch, backward_prefetch, has_root = schedule
     number = len(groups)
-    workers, states, idle = shares
-    share = (idle + sum(group.stored + (1 + states) * group.trained for group in groups)) / workers
     kept = [0, *accumulate(0 if gone else group.gathered for group, gone in zip(groups, reshard, strict=True))]
     gathered = [0, *accumulate(group.gathered for group in groups)]
     again = [0, *accumulate(group.again if gone else 0 for group, gone in zip(groups, reshard, strict=True))]
@@ -139,4 +148,4 @@ def fsdp_memory_bytes(groups: Sequence[GroupBytes], schedule: Schedule, shares: 
         first = groups[1].gathered + groups[1].gradient if number > 1 else 0
         alone = groups[0].gathered + root
         most = max(most, root + groups[0].sent + first, alone if number == 1 else 0)
-    return ceil(share) + most
+    return ceil(shares.held(groups)) + most

@@ -227,3 +227,16 @@ def test_what_shares_parameters_or_has_no_forward_pass_is_in_a_trace_and_stays_w
         # All of it is known beforehand, as where it is planned for a model that is there.
         least = plan_fsdp(one, LinearCost(2, 1e-9, 1e-12), root=("embed", "extra")).predicted
         assert plan_fsdp(one, LinearCost(2, 1e-9, 1e-12)).predicted == least
+
+
+def test_what_accumulates_gradients_and_computes_activations_again_runs_once_in_a_step() -> None:
+    for accumulation_steps in (1, 3):
+        trace = measure_backward(
+            Checkpointed(reentrant=False),
+            torch.ones(2, 6),
+            lambda output: output.sum(),
+            steps=1,
+            warmup=0,
+            accumulation_steps=accumulation_steps,
+        )
+        assert trace.source["repeated"] == ("shared",)

@@ -8,12 +8,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import mgwfbp
-from mgwfbp import LinearCost
-from tests.runtime.fsdp_planning_ranks import trace_of
-from tests.runtime.fsdp_ranks import Block, Blocks, difference, heard, plan_of, stock, told, whole
+from mgwfbp import FsdpPlan, LinearCost, ModelTrace
+from mgwfbp.fsdp import precision_of, predict_fsdp
+from mgwfbp.measure.backward import measure_backward
+from mgwfbp.planners.fsdp_by_hand import plan_by_block
+from tests.runtime.fsdp_planning_ranks import COST, trace_of
+from tests.runtime.fsdp_ranks import PLANS, Block, Blocks, difference, events_of, heard, plan_of, stock, told, whole
 from tests.runtime.launch import be_rank
 
 # Messages are so slow that as few of them as may be are planned.
@@ -80,6 +85,39 @@ def again() -> dict[str, Any]:
     }
 
 
+class Predicting(Blocks):
+    """A head that runs again behind the forward pass of its group, whose output is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.further = nn.LayerNorm(6), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for block in self.h:
+            x = block(x)
+        first = self.head(self.norm(x))
+        self.second = self.head(self.further(x))
+        return first  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor) -> Tensor:
+        return torch.stack([one.square().mean() for one in (output, self.second)]).sum()
+
+
+def predicting() -> dict[str, Any]:
+    """What is learnt by what wraps a head with the norm before it, resharded, were it not that it runs again."""
+    torch.manual_seed(3)
+    model = Predicting()
+    trace = measure_backward(model, torch.rand(6, 4), model.loss, steps=1, warmup=0)
+    plan = plan_by_block(trace)
+    for block in model.h:
+        torch.distributed.fsdp.fully_shard(block)
+    expected = learn(torch.distributed.fsdp.fully_shard(model), model.loss)
+    torch.manual_seed(3)
+    model = mgwfbp.fully_shard(Predicting(), replace(plan, reshard=(True,) * len(plan.groups)))
+    return {"difference": difference(learn(model, model.loss), expected), "groups": plan.groups}
+
+
 def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
@@ -108,7 +146,119 @@ def meshes() -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {one.__name__: one for one in (again, meshes)}
+class Mixed(Blocks):
+    """The blocks are frozen in 16 bits, what is around them is trained in 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h.bfloat16().requires_grad_(False)
+
+
+def arguments() -> dict[str, Any]:
+    """What is planned with arguments of torch's."""
+    both = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    offload = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
+    torch.manual_seed(3)
+    model, mixed = Blocks(), Mixed()
+    trace = trace_of(model)
+    layers = tuple(layer for layer in trace.layers if not layer.name.startswith("h."))
+    within = {"within": layers[-1].name, "share": 0.0, "next": layers[0].name}
+    frozen = [{"name": name, "bytes": one.nbytes, **within} for name, one in mixed.h.named_parameters(prefix="h")]
+    of_mixed = ModelTrace("toy", trace.forward_s, layers, {"frozen": frozen})
+    ways: dict[str, tuple[nn.Module, ModelTrace, dict[str, Any]]] = {
+        "plain": (model, trace, {"reshard_after_forward": None, "mp_policy": None}),
+        "offloaded": (model, trace, {"offload_policy": offload}),
+        "ignored": (model, trace, {"ignored_params": {*model.h[1].parameters(), model.head.weight}}),
+        "mixed": (mixed, of_mixed, {"mp_policy": both}),
+        "as stored": (mixed, of_mixed, {}),
+    }
+    found: dict[str, Any] = {}
+    for name, (one, its, given) in ways.items():
+        planned = mgwfbp.plan_fully_shard(one, trace=its, cost=COST, memory_limit="1 MiB", **given)
+        by_hand = replace(plan_by_block(planned.trace), predicted=planned.plan.predicted)
+        step = predict_fsdp(planned.trace, COST, by_hand, precision=precision_of(by_hand))
+        sizes = {group[0]: size for group, size in zip(step.groups, step.group_bytes, strict=True)}
+        gathers = {group[0]: end - start for group, (start, end) in zip(step.groups, step.gathers_s, strict=True)}
+        precision = planned.plan.predicted["precision"]
+        found[name] = {"memory": step.memory_bytes, "sizes": sizes, "gathers": gathers, "precision": precision}
+    plan = mgwfbp.plan_fully_shard(model, trace=trace, cost=COST)[0]
+    others = {"same": Blocks(), "in 16 bits": Blocks().bfloat16(), "frozen": Mixed().float()}
+    found["warned"] = {
+        name: [line for line in heard(partial(mgwfbp.fully_shard, one, plan))[0] if line.startswith("WARNING")]
+        for name, one in others.items()
+    }
+    ours = mgwfbp.fully_shard(model, trace=trace, cost=COST, reshard_after_forward=None)
+    return {**found, "wrapped": isinstance(ours, torch.distributed.fsdp.FSDPModule)}
+
+
+class Adapted(Blocks):
+    """Blocks of which the first ones are frozen, behind a stem that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.h[:3]:
+            block.requires_grad_(False)
+
+
+def reached() -> dict[str, Any]:
+    """What FSDP2 does where the backward pass goes on from trained groups to frozen ones, to the root's stem."""
+    planned = mgwfbp.plan_fully_shard(Adapted(), batch=torch.rand(6, 4), loss_fn=loss_of, cost=COST)
+    groups = tuple((f"h.{place}",) for place in range(5))
+    plan = FsdpPlan("toy", groups, (True,) * 5, predicted=planned.plan.predicted, root=("stem", "head"))
+    return {"events": events_of(mgwfbp.fully_shard(Adapted(), plan))}
+
+
+class Checkpointed(Blocks):
+    """Blocks that are computed again in the backward pass, all of them or every second one."""
+
+    def __init__(self, each: int) -> None:
+        super().__init__()
+        self.each = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for place, block in enumerate(self.h):
+            x = block(x) if place % self.each else checkpoint(block, x, use_reentrant=False)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def checkpointed() -> dict[str, Any]:
+    """What is learnt where activations are computed again, by plans that are given and one that is made."""
+    found = {}
+    for each in (1, 2):
+        torch.manual_seed(3)
+        expected = learn(stock(Checkpointed(each)), loss_of)
+        ways: dict[str, dict[str, Any]] = {name: {"plan": plan} for name, plan in PLANS[Blocks].items()}
+        for name, given in {**ways, "made": {"batch": torch.rand(6, 4), "loss_fn": loss_of, "cost": COST}}.items():
+            torch.manual_seed(3)
+            found[f"{name}, {each}"] = difference(
+                learn(mgwfbp.fully_shard(Checkpointed(each), **given), loss_of), expected
+            )
+    return found
+
+
+def on_meta() -> dict[str, Any]:
+    """A model that gets its memory, and then its parameters, after it was wrapped."""
+    torch.manual_seed(3)
+    state = {name: one.clone() for name, one in Blocks().state_dict().items()}
+
+    def filled(model: Any) -> Any:
+        model.to_empty(device="cpu")
+        states.set_model_state_dict(model, state, options=states.StateDictOptions(full_state_dict=True))
+        return model
+
+    with torch.device("meta"):
+        theirs, ours = Blocks(), Blocks()
+    expected = learn(filled(stock(theirs)), loss_of)
+    trace = trace_of(Blocks())
+    plan = mgwfbp.plan_fully_shard(ours, trace=trace, cost=COST)[0]
+    mgwfbp.fully_shard(ours, trace=trace, cost=COST)
+    was_meta = all(one.is_meta for one in ours.parameters())
+    same = plan == mgwfbp.plan_fully_shard(Blocks(), trace=trace, cost=COST)[0]
+    return {"difference": difference(learn(filled(ours), loss_of), expected), "was_meta": was_meta, "same": same}
+
+
+SCENARIOS = {one.__name__: one for one in (again, predicting, meshes, arguments, reached, checkpointed, on_meta)}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

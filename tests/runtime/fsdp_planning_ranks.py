@@ -99,7 +99,7 @@ def untouched() -> dict[str, Any]:
         numbers = torch.tensor([random.getstate()[1][-1], np.random.get_state()[2]])  # type: ignore[index]
         return [*model.state_dict().values(), *gradients, torch.get_rng_state(), numbers]
 
-    place, inputs = Place.of(None, None, None), FsdpInputs(torch.rand(5, 4), loss)
+    place, inputs = Place.of(None, {}), FsdpInputs(torch.rand(5, 4), loss)
     before = [one.clone() for one in state()]
     plan, trace, cost = make_plan(model, inputs, place, lambda: ["head"])
     after = state()
@@ -126,7 +126,7 @@ def beside() -> dict[str, Any]:
     """What is known of messages beside passes, of models that run and that do not; and what is said."""
     half = LinearCost(dist.get_world_size(), 1e-4, 1e-9)
     cost, found = ShardedCost(half, half, half), {}
-    inputs, place = FsdpInputs(torch.rand(5, 4), loss), Place.of(None, None, None)
+    inputs, place = FsdpInputs(torch.rand(5, 4), loss), Place.of(None, {})
     for kind in (Blocks, Failing):
         lines, costs = heard(lambda: cost_beside(kind(), inputs, place, cost, Load(4000, 3)))  # noqa: B023 - called here
         found[kind.__name__] = {"same": costs == cost, "taken": costs.taken_per_byte_s, "said": lines}

@@ -22,7 +22,12 @@ RANKS = "tests.runtime.fsdp_odd_ranks"
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    return run_ranks(RANKS, ["again"], tmp_path_factory.mktemp("two"), 2)
+    return run_ranks(
+        RANKS,
+        ["again", "predicting", "arguments", "reached", "checkpointed", "on_meta"],
+        tmp_path_factory.mktemp("two"),
+        2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,12 @@ def test_modules_that_run_again_in_a_step_are_merged_with_no_other_and_train_as_
         assert all("'head'" in line for line in said)
 
 
+def test_a_head_that_runs_again_does_not_fail_in_the_backward_pass(two: list[Any]) -> None:
+    for found in (told["predicting"] for told in two):
+        assert ["head"] in found["groups"]
+        assert found["difference"] == 0.0
+
+
 @pytest.mark.skipif(not HAS_REPLICAS, reason="this torch cannot average over replicas of FSDP2 over gloo")
 def test_ranks_of_every_dimension_of_a_mesh_have_one_plan(four: list[Any]) -> None:
     for rank, found in enumerate(told["meshes"] for told in four):
@@ -58,3 +69,44 @@ def test_ranks_of_every_dimension_of_a_mesh_have_one_plan(four: list[Any]) -> No
             assert found[name]["groups"] == four[rank - rank % 2]["meshes"][name]["groups"], name
             assert found[name]["difference"] <= 1e-6
         assert found["measured"] <= 1e-6
+
+
+def test_offloaded_shares_ignored_parameters_and_types_are_planned_as_torch_has_them(two: list[Any]) -> None:
+    for rank, found in enumerate(told["arguments"] for told in two):
+        whole = sum(found["plain"]["sizes"].values())
+        begin = f"WARNING the plan is for {whole} B of parameters, {whole} of them trained, the model has "
+        end = " of them trained: it predicts another step and its memory"
+        assert found["warned"]["same"] == []
+        if rank == 0:
+            assert found["warned"]["in 16 bits"] == [f"{begin}{whole // 2} B, {whole // 2}{end}"]
+            assert found["warned"]["frozen"] == [f"{begin}{whole} B, {whole - 5 * found['plain']['sizes']['h.1']}{end}"]
+        plain, ignored, mixed = found["plain"], found["ignored"], found["mixed"]
+        assert found["offloaded"]["memory"] == plain["memory"] - 4 * whole // 2
+        block = plain["sizes"]["h.1"]
+        assert ignored["sizes"] == {**plain["sizes"], "h.1": 0, "head": 3 * 4}
+        assert (ignored["gathers"]["h.1"], plain["gathers"]["h.1"] > 0) == (0.0, True)
+        assert ignored["memory"] < plain["memory"] - 4 * block // 2
+        # Blocks in 16 bits are gathered as they are, the rest in half of its bytes, and its gradients are sent in all.
+        frozen, trained = 5 * block // 2, whole - 5 * block
+        gather = (frozen + trained / 2) / (frozen + trained)
+        assert mixed["precision"] == {"gather": pytest.approx(gather), "reduce": 1.0, "states": 2, "kept": 1.0}
+        assert found["as stored"]["precision"] == {"gather": 1.0, "reduce": 1.0, "states": 2, "kept": 1.0}
+        assert found["wrapped"]
+
+
+def test_frozen_groups_are_asked_for_ahead_where_the_backward_pass_reaches_them(two: list[Any]) -> None:
+    for events in (told["reached"]["events"] for told in two):
+        for place in range(3):  # before the group behind it ends
+            again = len(events) - 1 - events[::-1].index(f"all_gather h.{place}")
+            assert events.index(f"pre_backward h.{place + 1}") < again < events.index(f"pre_backward h.{place}")
+
+
+def test_where_activations_are_computed_again_training_is_bitwise_torchs_whatever_the_plan(two: list[Any]) -> None:
+    for found in (told["checkpointed"] for told in two):
+        assert len(found) == 14
+        assert {name: error for name, error in found.items() if error} == {}
+
+
+def test_a_model_on_the_meta_device_is_planned_and_wrapped_and_gets_its_memory_later(two: list[Any]) -> None:
+    for found in (told["on_meta"] for told in two):
+        assert found == {"difference": 0.0, "was_meta": True, "same": True}

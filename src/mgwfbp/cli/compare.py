@@ -99,7 +99,7 @@ def compare(
     talk(repr(model))
     talk(repr(network))
     if FSDP2 in engines:
-        talk(f"memory a rank: parameters, gradients and {options.states_words}, without activations")
+        options.talk()
     print_comparison(rows, options.limit)
     if any("low_s" in row for row in rows):
         talk(f"between: {RANGE_WORDS}")
@@ -155,7 +155,7 @@ def print_comparison(rows: list[dict[str, Any]], limit: int | None = None) -> No
     default_s = by_planner["bucket"]["iteration_s"]
     has_range, takes = any("low_s" in row for row in rows), any(row.get("taken_s") for row in rows)
     has_wire, has_gathers = "sent_bytes" in rows[0], "num_gathers" in rows[-1]
-    has_memory = "memory_bytes" in rows[0]
+    has_memory, has_bits = "memory_bytes" in rows[0], "bits" in rows[0]
     print_table(
         (
             *("planner", "messages", "step"),
@@ -166,6 +166,7 @@ def print_comparison(rows: list[dict[str, Any]], limit: int | None = None) -> No
             *(("sent", "low precision") if has_wire else ()),
             *(("bound", "gathers", "all-reduced") if has_gathers else ()),
             *(("memory a rank",) if has_memory else ()),
+            *(("bits",) if has_bits else ()),
         ),
         [
             (
@@ -182,6 +183,7 @@ def print_comparison(rows: list[dict[str, Any]], limit: int | None = None) -> No
                 *((format_bytes(row["sent_bytes"]), _low_share(row)) if has_wire else ()),
                 *(_gather_cells(row) if has_gathers else ()),
                 *((memory_words(row["memory_bytes"], limit),) if has_memory else ()),
+                *((row["bits"],) if has_bits else ()),
             )
             for row in rows
         ],

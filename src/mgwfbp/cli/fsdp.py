@@ -71,6 +71,27 @@ class FsdpOptions(NamedTuple):
         """What of the optimizer is counted."""
         return f"{self.precision.states:g} states of the optimizer"
 
+    @property
+    def is_short(self) -> bool:
+        """Whether FSDP2 sends in another precision than engines beside it, which send gradients as they are."""
+        return self.precision[:2] != AS_STORED[:2]
+
+    def bits(self, planner: str) -> str:
+        """Return how many bits numbers have as they travel, gathered and sent, by a row's planner.
+
+        >>> options = FsdpOptions(None, Precision(0.5, 1.0))
+        >>> options.bits("optimal"), options.bits("fsdp2-block"), FsdpOptions(None, Precision(0.5, 0.5)).bits("fsdp2")
+        ('32', '16, 32', '16')
+        """
+        ratios = self.precision[:2] if planner.startswith(FSDP2) else AS_STORED[:2]
+        return ", ".join(dict.fromkeys(f"{32 * ratio:g}" for ratio in ratios))
+
+    def talk(self) -> None:
+        """Say what counts as memory, and where rows are not of one precision."""
+        talk(f"memory a rank: parameters, gradients and {self.states_words}, without activations")
+        if self.is_short:
+            talk(f"fsdp2 gathers and sends in {self.bits(FSDP2)} bits, the other engines send in 32: not alike")
+
 
 def read_options(
     engine: str, memory_limit: str | None, param_dtype: Dtype, reduce_dtype: Dtype | None, states: float
@@ -83,7 +104,7 @@ def read_options(
         if precision != AS_STORED:
             raise typer.BadParameter(
                 f"{engine} sends gradients as they are; give --engine fsdp2",
-                param_hint="--states" if precision[:2] == AS_STORED[:2] else "--param-dtype/--reduce-dtype",
+                param_hint="--param-dtype/--reduce-dtype" if FsdpOptions(None, precision).is_short else "--states",
             )
         return FsdpOptions()
     if memory_limit is None:
@@ -193,13 +214,14 @@ def fastest_words(rows: Iterable[Mapping[str, Any]], limit: int | None) -> str:
 
 
 def with_memory(row: dict[str, Any], trace: ModelTrace, workers: int, options: FsdpOptions) -> dict[str, Any]:
-    """Add what a rank holds to a row, and whether that is within the limit."""
+    """Add what a rank holds to a row, whether that is within the limit, and in which precision it sends."""
     all_reduced = row.get("all_reduced_bytes", trace.grad_bytes)
     needed = row.get("memory_bytes")
     if needed is None:
         needed = memory_bytes(trace, all_reduced, workers, options.precision.states)
     fits = {} if options.limit is None else {"fits": needed <= options.limit}
-    return {**row, "memory_bytes": needed, **fits}
+    bits = {"bits": options.bits(row["planner"])} if options.is_short else {}
+    return {**row, "memory_bytes": needed, **fits, **bits}
 
 
 def memory_bytes(trace: ModelTrace, all_reduced_bytes: int, workers: int, states: float = STATES) -> int:

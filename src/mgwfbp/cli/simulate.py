@@ -185,13 +185,15 @@ def simulate(
         found = [row.to_json(with_gathers=len(engines) > 1, with_wire=has_wire) for row in rows]
         if limit is not None:
             found = [{**row, "fits": row["memory_bytes"] <= limit} for row in found]
+        if options.is_short:
+            found = [{**row, "bits": options.bits(row["planner"])} for row in found]
         typer.echo(json.dumps(found, indent=1, allow_nan=False))
         return
     talk(repr(model))
     by_network = sorted(rows, key=lambda row: [source.name for source in sources].index(row.network))
     if is_fsdp:
-        talk(f"memory a rank: parameters, gradients and {options.states_words}, without activations")
-    print_rows(by_network, with_gathers=len(engines) > 1, with_wire=has_wire, limit=limit)
+        options.talk()
+    print_rows(by_network, with_gathers=len(engines) > 1, with_wire=has_wire, options=options)
     # What merging gains is said of messages as they are, and all-reduced.
     others = (SHARDED if is_sharded else None, wire_planner_name(wire) if wire else None)
     for finding in find_limits(row for row in rows if row.planner not in others and not row.num_gathers):
@@ -266,13 +268,17 @@ def _scales(text: str) -> list[float]:
 
 
 def print_rows(
-    rows: list[SweepRow], *, with_gathers: bool = False, with_wire: bool = False, limit: int | None = None
+    rows: list[SweepRow],
+    *,
+    with_gathers: bool = False,
+    with_wire: bool = False,
+    options: FsdpOptions = FsdpOptions(),  # noqa: B008 - never changed
 ) -> None:
     """Print a sweep as a table; columns that say the same of all are left out.
 
     With bounds and gathers or without; with bytes sent, and the share of gradients in low precision, or without.
 
-    What needs more memory than the limit is marked.
+    What needs more memory than the limit is marked, and in which precision engines send where these differ.
     """
     several_networks = len({row.network for row in rows}) > 1
     several_scales = len({row.scale for row in rows}) > 1
@@ -284,6 +290,7 @@ def print_rows(
     titles += ["bound", "gathers", "all-reduced"] if with_gathers else []
     has_memory = any(row.memory_bytes is not None for row in rows)
     titles += ["memory a rank"] if has_memory else []
+    titles += ["bits"] if options.is_short else []
     table = []
     for row in rows:
         cells = [
@@ -306,7 +313,8 @@ def print_rows(
                 format_bytes(row.all_reduced_bytes),
             ]
         if has_memory:
-            cells.append("-" if row.memory_bytes is None else memory_words(row.memory_bytes, limit))
+            cells.append("-" if row.memory_bytes is None else memory_words(row.memory_bytes, options.limit))
+        cells += [options.bits(row.planner)] if options.is_short else []
         if several_steps:
             cells.insert(4, format_seconds(row.iteration_p95_s))
         if several_scales:

@@ -11,8 +11,8 @@ of them are used from the start, and a sharded optimizer waits for all of them b
 FSDP2 ends the forward pass of a group when all of its modules have run. A module that runs more than once in a step, or
 outside of the model's own forward pass (a head that the loss calls), would begin it anew, with modules that do not run
 again: torch fails in the backward pass (pytorch#183702), or computes with shards. So such a module is a group by
-itself, which torch gathers for each use. Calls are counted from where the model begins: what accumulates gradients, or
-calls the whole model twice, repeats all of it.
+itself, which torch gathers for each use. Calls are counted from where the model begins last: what accumulates
+gradients, or calls the whole model twice, repeats all of it, and activations may be computed again in between.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -72,7 +72,7 @@ class FirstUses:
         if module not in self._began:
             self._began[module] = self._now()
         if module == id(self._model):
-            self._is_inside, self._ran = True, set()
+            self._is_inside, self._ran, self._again = True, set(), set()
         elif module in self._ran or not self._is_inside:
             self._again.add(module)
         self._ran.add(module)

@@ -14,6 +14,7 @@ __all__ = [
     "kept_units",
     "noting_reads",
     "outer_of",
+    "own_bytes",
     "owned_by",
     "shared_units",
     "unit_bytes",
@@ -31,15 +32,18 @@ def unit_names(model: nn.Module, *, is_trained: bool = False) -> set[str]:
     return set(units_of_names(names).values()) - {ROOT}
 
 
-def unit_bytes(model: nn.Module, *, is_trained: bool = False) -> dict[str, tuple[int, int]]:
+def unit_bytes(
+    model: nn.Module, *, is_trained: bool = False, ignored: Collection[int] = ()
+) -> dict[str, tuple[int, int]]:
     """Return the bytes of each unit's parameters that this rank has, and of those that are trained; the rest is `ROOT`.
 
     Args:
         model: of which tensor parallelism may have cut parameters into a part for each rank.
         is_trained: leaves out frozen parameters, and so units of them.
+        ignored: ids of parameters that do not count.
     """
     sizes = {
-        name: (_own_bytes(one), one.requires_grad)
+        name: (0 if id(one) in ignored else own_bytes(one), one.requires_grad)
         for name, one in model.named_parameters()
         if one.requires_grad or not is_trained
     }
@@ -51,7 +55,8 @@ def unit_bytes(model: nn.Module, *, is_trained: bool = False) -> dict[str, tuple
     return found
 
 
-def _own_bytes(parameter: Any) -> int:
+def own_bytes(parameter: Any) -> int:
+    """Return the bytes of a parameter that this rank has."""
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return int(own.numel() * own.element_size())
 
@@ -82,7 +87,7 @@ def outer_of(name: str) -> list[str]:
 def shared_units(model: nn.Module, units: Collection[str]) -> set[str]:
     """Return the units with a parameter that can also be reached without passing through their module."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    unit_of = {id(modules[name]): name for name in units}
+    unit_of = {id(modules[name]): name for name in units if name in modules}
     reached: dict[int, list[set[str]]] = {}  # by parameter, for each of its names: the unit it is in, if any
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = {unit_of[id(modules[outer])] for outer in outer_of(name) if id(modules[outer]) in unit_of}

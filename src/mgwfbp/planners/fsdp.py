@@ -28,7 +28,7 @@ from typing import Any
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError
 from mgwfbp.fsdp import FsdpPlan, fsdp_lower_bound_s, predict_fsdp, reported_bound_s
-from mgwfbp.fsdp_units import ROOT, idle_of, root_of
+from mgwfbp.fsdp_units import ROOT, idle_of, root_of, whole_units
 from mgwfbp.memory import AS_STORED, Precision
 from mgwfbp.planners.fsdp_by_hand import BY_HAND, plan_blocks_alone, plan_by_block
 from mgwfbp.planners.fsdp_search import Found, Problem, Search
@@ -112,6 +112,7 @@ def _plan(problem: Problem, found: Found) -> FsdpPlan:
     trace, cost, limit, precision, idle, at_root = problem
     root, choice, step, searched_s = found
     bound_s = fsdp_lower_bound_s(trace, cost, precision=precision, memory_limit=limit)
+    units = whole_units(trace)
     predicted: Mapping[str, Any] = {
         "iteration_s": step.iteration_s,
         "exposed_s": step.iteration_s - step.compute_s,
@@ -121,6 +122,9 @@ def _plan(problem: Problem, found: Found) -> FsdpPlan:
         "exact": step.iteration_s <= max(bound_s, searched_s) * TIE,
         "precision": precision._asdict(),
         "at_root": at_root,
+        "not_reached": [name for name, unit in units.items() if not unit.goes_back and name not in idle],
+        "parameter_bytes": sum(unit.num_bytes for unit in units.values()),
+        "trained_bytes": sum(unit.trained_bytes for unit in units.values()),
     }
     groups = tuple(group for group in step.groups if group != (ROOT,))
     ahead = choice.forward_prefetch, choice.backward_prefetch

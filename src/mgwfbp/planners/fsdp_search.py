@@ -7,10 +7,10 @@ from random import Random
 from typing import NamedTuple
 
 from mgwfbp.cost import Cost
-from mgwfbp.fsdp import FsdpPlan, idle_bytes_of
+from mgwfbp.fsdp import FsdpPlan, shares_of
 from mgwfbp.fsdp_step import FsdpStep, Group, lay_out
 from mgwfbp.fsdp_units import ROOT, borders_of, units_of
-from mgwfbp.memory import Precision, Schedule, Shares, fsdp_memory_bytes
+from mgwfbp.memory import Precision, Schedule, fsdp_memory_bytes
 from mgwfbp.planners.fsdp_pareto import Kept, best_kept
 from mgwfbp.planners.slack import TIE
 from mgwfbp.trace import ModelTrace
@@ -68,8 +68,7 @@ class Search:
         self.root = [Group.of([unit], problem.cost, problem.precision) for unit in first]
         self.units = units[len(self.root) :]
         self._borders = borders_of(self.units)
-        idle_bytes = idle_bytes_of(problem.trace, problem.idle)
-        self._shares = Shares(problem.cost.workers, problem.precision.states, idle_bytes)
+        self._shares = shares_of(problem.trace, problem.cost, problem.precision, problem.idle)
         self._groups: dict[tuple[int, int], Group] = {}
         self._steps: dict[Choice, FsdpStep] = {}
         self._held: dict[Choice, int] = {}

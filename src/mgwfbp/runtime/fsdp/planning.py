@@ -3,8 +3,8 @@
 [Note: memory where no limit is given]
 On a GPU a plan may take what the smallest of the ranks' devices has (`USABLE` of it, since the allocator loses some and
 NCCL needs its own) less what the measured step needed besides parameters and gradients, which is its activations.
-Without a measured step, and on a host, there is no limit. Where less memory costs time every group is then kept, as
-with ``reshard_after_forward=False``.
+Where no plan fits into that it is what wrapping by block needs. Without a measured step, and on a host, there is no
+limit. Where less memory costs time every group is then kept, as with ``reshard_after_forward=False``.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
 from mgwfbp.cost import Cost, LinearCost
@@ -25,20 +26,20 @@ from mgwfbp.costs import ShardedCost, cost_with_halves
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan, predict_fsdp
-from mgwfbp.fsdp_units import ROOT, whole_units
+from mgwfbp.fsdp_units import ROOT, whole_units, without_bytes
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
 from mgwfbp.measure.backward import measure_backward, plain_passes
 from mgwfbp.measure.beside import Load, load_beside, measure_taken
-from mgwfbp.measure.modules import unit_bytes
-from mgwfbp.measure.workload import LossFn, default_loss, trainable
+from mgwfbp.measure.modules import own_bytes, unit_bytes
+from mgwfbp.measure.workload import LossFn, default_loss
 from mgwfbp.memory import Precision
 from mgwfbp.planners.fsdp import plan_fsdp
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_bytes, parse_bytes, plural, quote
 
-__all__ = ["FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
+__all__ = ["MOST_UNKNOWN", "FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
 
 _log = logging.getLogger("mgwfbp")
 
@@ -77,22 +78,31 @@ class FsdpInputs:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where FSDP2 shards: what the mesh and the precision policy say."""
+    """Where FSDP2 shards, and what: what is said in arguments of torch's."""
 
     group: dist.ProcessGroup | None  # who must have the same plan; None stands for all
     shards: dist.ProcessGroup | None  # whom gathers and reduce-scatters are between
     device: torch.device
     param_dtype: torch.dtype | None = None  # in which parameters are gathered, where not in their own
     reduce_dtype: torch.dtype | None = None  # and gradients sent
+    is_offloaded: bool = False  # the host has a rank's share
+    ignored: frozenset[int] = frozenset()  # ids of parameters that each rank has whole
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, mesh: Any, policy: Any) -> "Place":
-        """Read torch's mesh and mixed-precision policy, either of which may be None."""
-        shards = None if mesh is None else mesh.get_group(mesh.ndim - 1)
+    def of(cls, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]) -> "Place":
+        """Read torch's mesh, its policies for precision and offloading, and which parameters it ignores."""
+        mesh, policy = arguments.get("mesh"), arguments.get("mp_policy")
         kind = mesh.device_type if mesh is not None else _accelerator()
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         param_dtype = getattr(policy, "param_dtype", None)
-        return cls(group, shards, device, param_dtype, getattr(policy, "reduce_dtype", None) or param_dtype)
+        return cls(
+            group,
+            None if mesh is None else mesh.get_group(mesh.ndim - 1),
+            torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind),
+            param_dtype,
+            getattr(policy, "reduce_dtype", None) or param_dtype,
+            isinstance(arguments.get("offload_policy"), torch.distributed.fsdp.CPUOffloadPolicy),
+            frozenset(map(id, arguments.get("ignored_params", ()))),
+        )
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -101,12 +111,19 @@ class Place:
         return self.param_dtype if is_short else None
 
     def precision_of(self, model: nn.Module) -> Precision:
-        """Return what is gathered and sent for each byte of the model's parameters."""
-        own = next((parameter.element_size() for _, parameter in trainable(model)), 4)
-        gather, reduce = (
-            1.0 if dtype is None else dtype.itemsize / own for dtype in (self.param_dtype, self.reduce_dtype)
-        )
-        return Precision(gather, reduce)
+        """Return what is gathered and sent for each byte of the model's parameters, whatever types these have."""
+        every = [one for one in model.parameters() if id(one) not in self.ignored]
+        trained = [one for one in every if one.requires_grad]
+        gather, reduce = _ratio(self.param_dtype, every), _ratio(self.reduce_dtype, trained)
+        return Precision(gather, reduce, kept=0.0 if self.is_offloaded else 1.0)
+
+
+def _ratio(dtype: torch.dtype | None, parameters: Collection[nn.Parameter]) -> float:
+    """Return what parameters take in a type for each byte that they take in their own."""
+    own = sum(map(own_bytes, parameters))
+    if dtype is None or not own:
+        return 1.0
+    return sum(own_bytes(one) // one.element_size() for one in parameters) * dtype.itemsize / own
 
 
 def _accelerator() -> str:
@@ -154,6 +171,7 @@ def make_plan(
         if high != -low:
             raise PlanError(f"{name} is not the same on all ranks: give it to every rank or to none")
     trace, room = (read.trace, None) if read.trace is not None else _measured_trace(model, inputs, place)
+    trace = _as_sharded(trace, model, place)
     cost = read.cost or _measured_cost(model, inputs, place, trace, can_run=read.trace is None)
     precision = place.precision_of(model)
     by_block = predict_fsdp(trace, cost, plan_by_block(trace, read.root), precision=precision).memory_bytes
@@ -163,10 +181,9 @@ def make_plan(
         if not is_first:
             return None
         made = partial(plan_fsdp, trace, cost, precision=precision, root=read.root)
-        found = made(memory_limit=read.limit)
-        if read.limit is None and room is not None and found.predicted["memory_bytes"] > room:
-            found = made(memory_limit=max(room, by_block))  # what nobody asked for refuses nothing
-        return found
+        if read.limit is not None or room is None:
+            return made(memory_limit=read.limit)
+        return plan_in_room(made, room, by_block)
 
     found = _raising(plan, place.group)
     if found is not None and read.limit is None and room is None:
@@ -174,6 +191,24 @@ def make_plan(
     # Rank 0 plans: libm differs between processors, so two ranks could compute different plans.
     text = broadcast_text("" if found is None else found.dumps(), 0, place.group)
     return FsdpPlanning(found or FsdpPlan.from_json(json.loads(text)), trace, cost)
+
+
+def plan_in_room(made: Callable[..., FsdpPlan], room: int, by_block: int) -> FsdpPlan:
+    """Return a plan that fits on a device, and where none does one in the memory of wrapping by block, with a warning.
+
+    Args:
+        made: plans within ``memory_limit``, or raises a PlanError.
+        room: what the device has, which nobody asked for, so that it refuses nothing.
+        by_block: what wrapping by block needs.
+    """
+    found = made(memory_limit=None)
+    if found.predicted["memory_bytes"] <= room:
+        return found
+    try:
+        return made(memory_limit=room)
+    except PlanError as problem:
+        _log.warning("planned in the memory of wrapping by block, %s: %s", format_bytes(by_block), problem)
+        return made(memory_limit=by_block)
 
 
 def _warn_of_memory(plan: FsdpPlan, by_block: int) -> None:
@@ -216,7 +251,7 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
     if isinstance(trace, str | os.PathLike):
         trace = load_trace(trace)
     if trace is not None:
-        _check_trace(trace, model)
+        _check_trace(trace, model, place)
     else:
         _check_measurable(model, place.device)
     cost = inputs.cost
@@ -232,7 +267,12 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
     return _Read(trace, cost, limit, root)
 
 
-def _check_trace(trace: ModelTrace, model: nn.Module) -> None:
+def _as_sharded(trace: ModelTrace, model: nn.Module, place: Place) -> ModelTrace:
+    """Return a trace without the bytes of parameters that are not sharded."""
+    return without_bytes(trace, {name for name, one in model.named_parameters() if id(one) in place.ignored})
+
+
+def _check_trace(trace: ModelTrace, model: nn.Module, place: Place) -> None:
     """Raise unless a trace is one of this model's units."""
     knows_frozen = "frozen" in trace.source
     size = sum(one.nbytes for one in model.parameters())
@@ -242,7 +282,8 @@ def _check_trace(trace: ModelTrace, model: nn.Module) -> None:
             f"{format_bytes(frozen)} of the model's {format_bytes(size)} of parameters are frozen, and the trace "
             f"of {quote(trace.model)} does not have them: measure it again, or give batch="
         )
-    difference = _first_difference(unit_bytes(model, is_trained=not knows_frozen), trace)
+    mine = unit_bytes(model, is_trained=not knows_frozen, ignored=place.ignored)
+    difference = _first_difference(mine, _as_sharded(trace, model, place))
     if difference is not None:
         raise PlanError(
             f"the trace of {quote(trace.model)} is not one of this model ({difference}): measure it again, or give "

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ from mgwfbp.errors import PlanError, StrategyError
 from mgwfbp.fsdp import FsdpPlan, at_root_of
 from mgwfbp.fsdp_units import whole_units
 from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
-from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_names
+from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_bytes, unit_names
 from mgwfbp.measure.workload import LossFn
-from mgwfbp.runtime.fsdp.planning import FsdpInputs, FsdpPlanning, Place, make_plan
+from mgwfbp.runtime.fsdp.planning import MOST_UNKNOWN, FsdpInputs, FsdpPlanning, Place, make_plan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
@@ -39,7 +39,7 @@ class _Wrapping:
 
     groups: tuple[tuple[nn.Module, ...], ...]  # in forward order, none empty
     reshard: tuple[bool, ...]  # of each
-    first_back: int  # the group that the backward pass ends with: those before it are frozen
+    first_back: int  # the group that the backward pass ends with: it does not reach those before
     idle: tuple[nn.Module, ...]  # that no step uses
     kept: Mapping[str, str]  # units that stay with the root, and why
     frozen: tuple[int, int]  # parameters that get no gradient and are in no unit, and their bytes
@@ -81,7 +81,7 @@ def fully_shard(
         memory_limit: see there.
         **arguments: what torch's ``fully_shard`` takes besides (``mesh``, ``mp_policy``, ``offload_policy``,
             ``ignored_params``, ``shard_placement_fn``), for every group; not ``reshard_after_forward``, which the plan
-            says.
+            says. None stands for torch's default.
 
     Returns:
         The model itself.
@@ -93,6 +93,7 @@ def fully_shard(
         StrategyError: where this torch has no public ``fully_shard``.
     """
     shard = _torchs_fully_shard()
+    arguments = _told(arguments)
     inputs, wrapping = FsdpInputs(batch, loss_fn, trace, cost, memory_limit), None
     made: FsdpPlan | None = None
 
@@ -115,11 +116,7 @@ def fully_shard(
     assert wrapping is not None  # noqa: S101 - the plan was prepared
     if dist.get_rank() == 0:
         _log_kept(wrapping)
-        if lost := [name for name in chain(*agreed.groups) if name in wrapping.kept]:
-            _log.warning(
-                "%s",
-                f"the plan has {_listed(lost)} in groups, not with the root: it predicts another step and its memory",
-            )
+        _warn_of_plan(model, agreed, wrapping, set(map(id, arguments.get("ignored_params", ()))))
     # Units never nest, so that groups may be wrapped in any order; the root comes last.
     for parts, is_resharded in zip(wrapping.groups, wrapping.reshard, strict=True):
         shard(parts[0] if len(parts) == 1 else list(parts), reshard_after_forward=is_resharded, **arguments)
@@ -156,7 +153,8 @@ def plan_fully_shard(
             states of the optimizer; activations come on top. Without it a plan needs no more than wrapping by block
             where more gains less than 0.1 %. Else one that is made of ``batch`` on a GPU may take what the device has
             beside the activations of the measured step, and any other keeps all groups gathered.
-        **arguments: what torch's ``fully_shard`` will be given; of these ``mesh`` and ``mp_policy`` matter.
+        **arguments: what torch's ``fully_shard`` will be given; of these ``mesh``, ``mp_policy``, ``offload_policy``
+            and ``ignored_params`` matter.
 
     Raises:
         PlanError: on every rank, where there is nothing to plan with, or no plan fits into the limit.
@@ -164,6 +162,7 @@ def plan_fully_shard(
         StrategyError: where this torch has no public ``fully_shard``.
     """
     _torchs_fully_shard()
+    arguments = _told(arguments)
     with _ranks_of(arguments.get("mesh")) as group:
         return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments, group)
 
@@ -178,6 +177,11 @@ def _torchs_fully_shard() -> Any:
     return shard
 
 
+def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are given: None stands for torch's default."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def _made(
     model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> FsdpPlanning:
@@ -185,15 +189,14 @@ def _made(
 
     def stay() -> list[str]:
         _check(model, arguments)
-        if arguments.get("dp_mesh_dims") is not None:
+        if "dp_mesh_dims" in arguments:
             raise PlanError(
                 "dp_mesh_dims is given, and a plan is made for a mesh whose last dimension shards: give plan=, or such "
                 "a mesh"
             )
         return list(kept_units(model, unit_names(model)))
 
-    place = Place.of(group, arguments.get("mesh"), arguments.get("mp_policy"))
-    made = make_plan(model, inputs, place, stay)
+    made = make_plan(model, inputs, Place.of(group, arguments), stay)
     if dist.get_rank() == 0:
         predicted = made.plan.predicted
         step_s, bound_s = (format_seconds(predicted[name]) for name in ("iteration_s", "lower_bound_s"))
@@ -223,7 +226,8 @@ def _ranks_of(mesh: Any) -> Iterator[dist.ProcessGroup | None]:
     elif mesh.ndim == 1:
         yield mesh.get_group()
     else:
-        group: Any = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+        # Over gloo: nccl may split a communicator of all ranks, and those outside of this mesh do not come here.
+        group: Any = dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo", use_local_synchronization=True)
         try:
             yield group
         finally:
@@ -239,13 +243,15 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
         units = trained  # a plan of a trace that has no frozen parameters
     plan.check_covers(units)
     kept = kept_units(model, units)
-    groups, reshard = [], []
+    groups, reshard, is_reached = [], [], []
+    # A plan that does not say what the backward pass reaches is taken to have nothing trained before its groups.
+    frozen_first = plan.predicted.get("not_reached", sorted(units - trained))
     for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
         group = [one for name in names if name not in kept for one in called_of(modules[name]) or ()]
         if group:
             groups.append(tuple(group))
             reshard.append(is_resharded)
-    is_trained = [any(one.requires_grad for part in group for one in part.parameters()) for group in groups]
+            is_reached.append(not set(names).issubset(frozen_first))
     idle = [one for name in plan.idle if name not in kept for one in called_of(modules[name]) or ()]
     frozen = [
         one.nbytes
@@ -257,7 +263,7 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
     return _Wrapping(
         tuple(groups),
         tuple(reshard),
-        is_trained.index(True) if True in is_trained else 0,
+        is_reached.index(True) if True in is_reached else 0,
         tuple(idle),
         {name: why for name, why in {**because, **kept}.items() if name not in plan.idle},
         (len(frozen), sum(frozen)),
@@ -306,6 +312,24 @@ def _log_kept(wrapping: _Wrapping) -> None:
         parts.append(f"{plural(number, 'frozen parameter')} of {format_bytes(size)} (in no module of the plan)")
     if parts:
         _log.info("fully_shard keeps with the root, gathered first and never resharded: %s", "; ".join(parts))
+
+
+def _warn_of_plan(model: nn.Module, plan: FsdpPlan, wrapping: _Wrapping, ignored: Collection[int]) -> None:
+    """Warn where a plan can be run, and was made for another step: with other modules in the root, or other sizes."""
+    if lost := [name for name in chain(*plan.groups) if name in wrapping.kept]:
+        _log.warning(
+            "the plan has %s in groups, not with the root: it predicts another step and its memory", _listed(lost)
+        )
+    sizes = unit_bytes(model, ignored=ignored).values()
+    stored, trained = (sum(size[place] for size in sizes) for place in range(2))
+    was_stored, was_trained = (plan.predicted.get(name) for name in ("parameter_bytes", "trained_bytes"))
+    # A trace may not know a few frozen parameters.
+    if was_trained not in (None, trained) or not stored * (1 - MOST_UNKNOWN) <= (was_stored or stored) <= stored:
+        _log.warning(
+            "%s",
+            f"the plan is for {was_stored} B of parameters, {was_trained} of them trained, the model has {stored} B, "
+            f"{trained} of them trained: it predicts another step and its memory",
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
