@@ -21,8 +21,8 @@ and of those within the tolerance of the fastest the one that sends the fewest b
 Where a sharded optimizer gathers parameters (``gathers``), that is tuned when the messages are chosen: it is observed
 what gathers take, when the forward pass needs each, and what that takes without them; groups are planned, and take
 turns with those in force as in 3 and 4, in at most `GATHERS` of the steps again. What is sharded is not changed, since
-state would have to move. But it is measured, in at most `ADVICE` of the steps, what steps take that wait for gathers
-first and all-reduce their messages, as those of a plain optimizer do; and a plan that all-reduces some messages, and is
+state would have to move. But it is measured, in as many steps again, what those take that wait for gathers first and
+all-reduce their messages, as those of a plain optimizer do; and a plan that all-reduces some messages, and is
 predicted to be worth a new optimizer, is said.
 """
 
@@ -59,10 +59,8 @@ MAX_ROUNDS = 3  # of planning
 CAUTION = 1.0
 BUCKET_MIB = (1, 2, 5, 10, 25, 50)
 FAR = 4  # bucket sizes are far from each other where one is so many times the other
-# The part of the steps in which groups of gathers may be compared, besides.
+# The part of the steps in which groups of gathers may be compared, besides; and again these with plain all-reduces.
 GATHERS = 0.25
-# And in which all messages may be all-reduced, to see whether a plain optimizer would be faster.
-ADVICE = 0.1
 # A plan that needs a new optimizer is predicted to shorten the step by more than this part, or is not mentioned.
 NEW_OPTIMIZER = 0.01
 
@@ -203,7 +201,7 @@ def _gathers(
     plans = {plan.gathers: plan for plan in (before, replace(before, gathers=planned))}
     names = ("as before", "planned")
     rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
-    found, comparison = yield from compare(rivals, _part_of(limits, GATHERS), regresses=False)
+    found, comparison = yield from compare(rivals, _some(limits), regresses=False)
     kept = _predicted(replace(chosen, plan=found[0].plan), trace, cost)
     if found[0].steps_s:
         kept = replace(kept, steps_s=found[0].steps_s, step_s=found[0].step_s)
@@ -221,9 +219,7 @@ def _all_reduced(
     plans = {groups: replace(kept.plan, groups=groups, predicted={}) for groups in (kept.plan.groups, planned)}
     names = ("all-reduced", "all-reduced, planned so")
     rivals = [Candidate(name, plan, 0.0) for name, plan in zip(names, plans.values(), strict=False)]
-    found, comparison = yield from compare(
-        [kept, *rivals], _part_of(limits, ADVICE), regresses=False, all_reduced=(1, 2)
-    )
+    found, comparison = yield from compare([kept, *rivals], _some(limits), regresses=False, all_reduced=(1, 2))
     all_reduced_s = min(one.step_s for one in found if one.name in names)
     per_group = allowed(plan_sharded(trace, cost))
     per_group_s = predict(trace, cost, per_group).iteration_s
@@ -233,8 +229,8 @@ def _all_reduced(
     return Gathering(among_gathers, known.gather_cost, comparison, all_reduced_s, known.all_reduce_cost, said)
 
 
-def _part_of(limits: Limits, part: float) -> Limits:
-    return replace(limits, steps=max(1, int(part * limits.steps)))
+def _some(limits: Limits) -> Limits:
+    return replace(limits, steps=max(1, int(GATHERS * limits.steps)))
 
 
 def _in_low_precision(

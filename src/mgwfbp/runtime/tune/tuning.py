@@ -15,7 +15,7 @@ __all__ = ["Candidate", "Comparison", "Gathering", "Tuning"]
 AS_THEY_ARE = "as they are"  # how messages travel whose gradients are not converted
 _PRECISIONS = ((AS_THEY_ARE, False), ("in low precision", True))
 # Less than this is not worth a word.
-NEGLIGIBLE_S = 1e-6
+NEGLIGIBLE_S, NEGLIGIBLE = 1e-6, 0.005  # the second is a part of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,8 @@ class Tuning:
             return ""
         among, plain = self.gathering.comparison, self.gathering.all_reduced
         compared = f", where {among}" if among.turns else ""
-        advice = ": a plain optimizer is faster" if plain.is_sure else ""
+        is_ahead = plain.is_sure or plain.gain > NEGLIGIBLE
+        advice = f": a plain optimizer {'is' if plain.is_sure else 'may be'} faster" if is_ahead else ""
         return (
             f"; parameters in {plural(len(self.plan.gathers), 'gather')}{compared}; with plain all-reduces a step took "
             f"{format_seconds(self.gathering.all_reduced_s)}, measured; {plain}{advice}{self._per_group}"
