@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 from mgwfbp import measure_allreduce
 from mgwfbp.runtime.messages import gloo
+from mgwfbp.runtime.reducer.handle import ReducerHandle
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Mlp
 
@@ -60,12 +61,19 @@ def manners() -> dict[str, Any]:
         "backend": dist.get_backend(),
         "part": dist.get_backend(part) if rank in ranks else gloo.ONE_THREAD,
         "threads": world_group._get_backend(torch.device("cpu")).options._threads,
+        "queues": [queue_of(world_group), queue_of(new_group(backend="gloo"))],
         "objects": objects,
         "total": total.item(),
         "gradients": gradients,
         "source": cost.source["backend"],
         "timeout": str(gloo.group_timeout(world_group, torch.device("cpu"))),
     }
+
+
+def queue_of(group: Any) -> list[Any]:
+    """With which others, and how many at once, the first message of a model over this group is sent."""
+    model = StockDdp(Mlp(), process_group=group)
+    return list(ReducerHandle(model).queue_of(0))
 
 
 def timeout() -> dict[str, Any]:

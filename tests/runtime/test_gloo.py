@@ -25,6 +25,7 @@ def test_the_group_says_what_it_is_and_groups_made_from_it_are_the_same(ranks: l
     for found in (rank["manners"] for rank in ranks):
         assert (found["backend"], found["part"], found["source"]) == ("gloo_one_thread", "gloo_one_thread", "gloo")
         assert found["threads"] == 1
+        assert found["queues"] == [["", 1], ["", 2]]  # torch's own has two
         assert found["timeout"] == "0:00:20"
 
 

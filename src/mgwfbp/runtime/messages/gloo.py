@@ -37,6 +37,7 @@ __all__ = [
     "gloo_beside",
     "group_timeout",
     "init_process_group",
+    "messages_at_once",
     "missing",
     "number_beside",
     "sends_over_gloo",
@@ -134,6 +135,15 @@ def sends_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
         return str(group._get_backend(device).name()) == "gloo"
     except (AttributeError, RuntimeError):
         return False
+
+
+def messages_at_once(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return how many messages a group sends at once: as many as gloo has threads, one after another over nccl."""
+    try:
+        options: Any = group._get_backend(device).options
+        return int(options._threads)
+    except (AttributeError, RuntimeError):
+        return 1
 
 
 def store_of(group: Any, name: str) -> Any:

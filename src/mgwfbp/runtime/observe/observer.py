@@ -16,6 +16,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.agreement import problem_of
 from mgwfbp.measure.clock import Clock, Moment
 from mgwfbp.measure.hooks import GradientHooks
+from mgwfbp.runtime.messages.sharing import Queue, spread_out
 from mgwfbp.runtime.messages.stand_ins import holds_gradients
 from mgwfbp.runtime.reducer.handle import ReducerHandle, when_backward_has_ended
 
@@ -57,7 +58,7 @@ class ObservedMessage:
     num_bytes: int
     ready_s: float  # when the Reducer asked for it
     start_s: float  # when the one before it had arrived too
-    end_s: float  # when it had arrived
+    end_s: float  # when it had arrived; of several in flight at once see `spread_out`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class _Sent:
     """A message of which only moments are known."""
 
     num_bytes: int
+    queue: Queue
     asked: Moment
     arrived: Moment | None = None
 
@@ -218,12 +220,11 @@ class Observer:
 
         messages: list[ObservedMessage] = []
         if all(sent.arrived is not None for sent in step.messages):
-            for sent in step.messages:
-                ready_s, end_s = since_start(sent.asked), since_start(sent.arrived)
-                link_free_s = messages[-1].end_s if messages else 0.0
-                # A message that overtakes the one before it (gloo has two threads) is taken to arrive with it.
-                end_s = max(ready_s, link_free_s, end_s)
-                messages.append(ObservedMessage(sent.num_bytes, ready_s, max(ready_s, link_free_s), end_s))
+            asked_s = [since_start(sent.asked) for sent in step.messages]
+            arrived_s = [since_start(sent.arrived) for sent in step.messages]
+            spans = spread_out(asked_s, arrived_s, [sent.queue for sent in step.messages])
+            for sent, ready_s, (start_s, end_s) in zip(step.messages, asked_s, spans, strict=True):
+                messages.append(ObservedMessage(sent.num_bytes, ready_s, start_s, end_s))
         end_s = since_start(step.end)
         compute_s = end_s if step.compute_end is None else min(since_start(step.compute_end), end_s)
         # A backward pass inside of the forward pass ends before that does.
@@ -299,7 +300,7 @@ class Observer:
         step = self._current
         if step is None or not self._notes_messages or not holds_gradients(message):
             return None
-        sent = _Sent(message.nbytes, self._now())
+        sent = _Sent(message.nbytes, self._reducer.queue_of(len(step.messages)), self._now())
         step.messages.append(sent)
 
         def note(moment: Moment) -> None:

@@ -37,7 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mgwfbp.errors import PlanError
 from mgwfbp.measure.agreement import problem_of
-from mgwfbp.runtime.messages.gloo import number_beside
+from mgwfbp.runtime.messages.gloo import messages_at_once, number_beside
+from mgwfbp.runtime.messages.sharing import Queue
 from mgwfbp.runtime.messages.stand_ins import FreesFirst, NoZeros, ObservedGroup, OnMessage, Script, observed
 from mgwfbp.runtime.messages.wire import WireGroup
 from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
@@ -164,6 +165,20 @@ class ReducerHandle(Parameters):
     def is_observed(self) -> bool:
         """Whether messages are observed."""
         return self._on_message is not None
+
+    def queue_of(self, place: int) -> Queue:
+        """Return with which others a message of a step is sent in order, by its place: our threads send beside gloo's.
+
+        nccl sends one after another.
+        """
+        device = self.parameters[0].device
+        if device.type == "cuda":
+            return Queue()
+        if any(self.wires[place : place + 1]) or (
+            self._shard_group is not None and self._shard_group.sends_rows(place)
+        ):
+            return Queue("beside")
+        return Queue("", messages_at_once(self.ddp.process_group, device))
 
     @property
     def _finds_unused(self) -> bool:

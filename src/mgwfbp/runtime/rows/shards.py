@@ -335,6 +335,10 @@ class ShardGroup(MessageGroup):
         """Expect these buckets in later steps; between two steps."""
         self._buckets = buckets
 
+    def sends_rows(self, place: int) -> bool:
+        """Say whether a message, by its place in the step, goes to the owners of its rows, and is not all-reduced."""
+        return not (self.shards.all_reduces or self.shards.owned[self._buckets[place][0]].is_whole)
+
     def send_message(self, tensors: list[Tensor], *options: Any) -> Any:
         """Send a message to the owners of its rows."""
         place = self.shards.num_arrived
