@@ -299,7 +299,7 @@ def split_by_size(
 ) -> MergePlan:
     """Split messages into ones of at most so many bytes, each as full as can be; larger gradients travel alone.
 
-    Those in low precision may have another limit.
+    Those in low precision may have another limit; a gradient that is larger than that travels as it is.
 
     >>> plan = MergePlan("toy", "by hand", (("d", "c", "b"), ("a",)))
     >>> split_by_size(plan, {"d": 2, "c": 3, "b": 1, "a": 9}, 4).groups
@@ -308,15 +308,16 @@ def split_by_size(
     groups: list[list[str]] = []
     wire: list[str] = []
     for group, precision in zip(plan.groups, plan.wires, strict=True):
-        filled, limit = 0, most_low_bytes if precision else most_bytes
+        filled = 0
         for place, name in enumerate(group):
+            sent_in = precision if size_of[name] <= most_low_bytes else ""
             filled += size_of[name]
-            if place == 0 or filled > limit:
+            if place == 0 or sent_in != wire[-1] or filled > (most_low_bytes if sent_in else most_bytes):
                 groups.append([])
-                wire.append(precision)
+                wire.append(sent_in)
                 filled = size_of[name]
             groups[-1].append(name)
-    if len(groups) == plan.num_groups:
+    if len(groups) == plan.num_groups and tuple(wire) == plan.wires:
         return plan
     return replace(plan, groups=tuple(map(tuple, groups)), wire=tuple(wire), predicted={})
 
