@@ -24,13 +24,15 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
-from mgwfbp import Cost, LayerTrace, LinearCost, ModelTrace, PiecewiseCost, load_cost, load_trace, predict
+from mgwfbp import Cost, LayerTrace, ModelTrace, load_cost, load_trace, predict
 from mgwfbp.cost import taken_by
+from mgwfbp.costs import part_by_part
 from mgwfbp.planners import plan_bucket, plan_optimal
 from mgwfbp.results import BenchResult
 from mgwfbp.simulate.evaluation import logged_cost
@@ -41,7 +43,7 @@ HERE = Path(__file__).parent
 Groups = list[list[int]]  # numbers of gradients
 
 
-def cases(arguments: Sequence[str]) -> Iterator[tuple[str, ModelTrace, LinearCost | PiecewiseCost]]:
+def cases(arguments: Sequence[str]) -> Iterator[tuple[str, ModelTrace, Cost]]:
     for path in sorted((HERE / "runtime_gpu").glob("*.json")):
         result = BenchResult.load(path)
         if result.trace is not None and result.cost is not None:
@@ -157,7 +159,8 @@ def main() -> None:
     for name, trace, cost in cases(options.files):
         if options.taken_us is not None:
             byte_s = (cost(trace.grad_bytes) - cost(0)) / trace.grad_bytes
-            cost = replace(cost, taken_s=options.taken_us * 1e-6, taken_per_byte_s=options.taken_share * byte_s)
+            taken = {"taken_s": options.taken_us * 1e-6, "taken_per_byte_s": options.taken_share * byte_s}
+            cost = part_by_part(cost, partial(replace, **taken))
         plan = plan_optimal(trace, cost)
         timeline = predict(trace, cost, plan)
         step_s, row = timeline.iteration_s, Row(trace, cost)

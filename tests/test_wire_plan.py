@@ -10,12 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgwfbp import Cost, LinearCost, MergePlan, ModelTrace, PiecewiseCost, PlanError, load_network, load_trace, predict
+from mgwfbp import (
+    Cost,
+    LinearCost,
+    MergePlan,
+    ModelTrace,
+    PiecewiseCost,
+    PlanError,
+    load_cost,
+    load_network,
+    load_trace,
+    predict,
+)
 from mgwfbp.bounds import lower_bound_s
 from mgwfbp.cli.wire import read_low_cost, with_low_cost
 from mgwfbp.cost import taken_by, taking_nothing
 from mgwfbp.costs import WireCost, cheaper_cost, low_precision_cost
-from mgwfbp.planners import PLANNERS, find_plan, find_wire_plan, plan_optimal, plan_wire, precisions, wire
+from mgwfbp.planners import PLANNERS, find_plan, find_wire_plan, plan_optimal, plan_sharded, plan_wire, precisions, wire
 from mgwfbp.planners.slack import TIE
 from mgwfbp.ranges import input_range
 from tests.examples import (
@@ -293,6 +304,27 @@ def test_planners_that_know_one_precision_plan_with_the_cost_of_messages_as_they
 ) -> None:
     for name in PLANNERS:
         assert find_plan(trace, WireCost(full, low), name) == find_plan(trace, full, name)
+
+
+def test_a_cost_that_is_loaded_knows_low_precision_where_its_file_does_and_plans_as_the_other_alone(
+    tmp_path: Path,
+) -> None:
+    path, trace = tmp_path / "cost.json", load_trace("resnet50-h200-b32")
+    points = ((4, 1e-4), (10**5, 3e-4), (10**8, 0.2))
+    for full in (LinearCost(4, 1e-4, 2e-9), PiecewiseCost(4, points, {"spread": [0.1] * 3}, 1e-5, 1e-12)):
+        full.save(path)
+        assert load_cost(path) == full
+        both = WireCost(full, LinearCost(4, 2e-4, 1.9e-9, taken_s=1e-5, taken_per_byte_s=1e-12), "bfloat16")
+        both.save(path)
+        loaded = load_cost(path)
+        assert loaded == both
+        assert (loaded(10**6), loaded.workers, loaded.source) == (full(10**6), 4, full.source)
+        for planner in (*PLANNERS, "cautious"):
+            assert find_plan(trace, loaded, planner) == find_plan(trace, full, planner)
+        assert plan_sharded(trace, loaded) == plan_sharded(trace, full)
+        assert lower_bound_s(trace, loaded) == lower_bound_s(trace, full)
+        plan = replace(find_plan(trace, full, "single"), wire=(BF16,))
+        assert predict(trace, loaded, plan).messages[0].duration_s == pytest.approx(both.low(trace.grad_bytes))
 
 
 def test_a_range_is_known_where_that_of_the_precisions_in_use_is() -> None:

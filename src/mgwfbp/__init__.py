@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mgwfbp.bounds import lower_bound_s
-    from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, load_cost
+    from mgwfbp.cost import Cost, LinearCost, PiecewiseCost
+    from mgwfbp.costs import load_cost
     from mgwfbp.errors import (
         CostError,
         FileError,
@@ -114,7 +115,8 @@ __version__ = "0.1.0"
 # module -> what of it is public
 _HOMES = {
     "bounds": "lower_bound_s",
-    "cost": "Cost LinearCost PiecewiseCost load_cost",
+    "cost": "Cost LinearCost PiecewiseCost",
+    "costs": "load_cost",
     "errors": " ".join(name for name in __all__ if name.endswith("Error")),
     "fitting": "Fit fit",
     "fsdp": "FsdpPlan fsdp_lower_bound_s predict_fsdp",

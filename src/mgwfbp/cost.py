@@ -1,6 +1,5 @@
 """What an all-reduce of M bytes costs: `LinearCost`, `PiecewiseCost`."""
 
-import os
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +7,6 @@ from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
 
 from mgwfbp.errors import CostError, FormatError
-from mgwfbp.files import naming, read_json
 from mgwfbp.record import Fields, Record, check_count, check_free_form, check_items, check_real
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
@@ -17,7 +15,6 @@ __all__ = [
     "LinearCost",
     "PiecewiseCost",
     "cost_from_json",
-    "load_cost",
     "taken_by",
     "taking_nothing",
 ]
@@ -206,21 +203,6 @@ def _cost_fields(data: object, kind: str) -> Fields:
 def _common(fields: Fields) -> tuple[Any, Any, Any]:
     """Return what costs of both kinds end with; files from before messages took anything have them take nothing."""
     return fields.get("source", {}), fields.get("taken_s", 0.0), fields.get("taken_per_byte_s", 0.0)
-
-
-def load_cost(path: str | os.PathLike[str]) -> LinearCost | PiecewiseCost:
-    """Read a cost of either kind from ``cost.json``; where it holds halves too, `ShardedCost.load` reads them.
-
-    Args:
-        path: the file.
-
-    Raises:
-        FileError: where the file cannot be read.
-        FormatError: where it holds no cost.
-    """
-    data = read_json(path)
-    with naming(path):
-        return cost_from_json(data)
 
 
 def cost_from_json(data: object) -> LinearCost | PiecewiseCost:

@@ -1,11 +1,13 @@
 """What several kinds of messages cost: `WireCost` of both precisions, `ShardedCost` of an all-reduce and its halves."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from mgwfbp.cost import Cost, LinearCost, PiecewiseCost, cost_from_json, taken_by
 from mgwfbp.errors import CostError, FormatError
+from mgwfbp.files import naming, read_json
 from mgwfbp.record import Fields, Record, check_text
 from mgwfbp.units import plural, quote
 
@@ -21,6 +23,7 @@ __all__ = [
     "full_precision_cost",
     "halved",
     "halved_words",
+    "load_cost",
     "low_precision_cost",
     "part_by_part",
     "sharded_cost",
@@ -370,6 +373,25 @@ def cost_with_low(data: object, wire: str | None) -> LinearCost | PiecewiseCost 
     if wire is not None and "low" in fields and fields.get("wire", None) == wire:
         return WireCost.from_json(data)
     return cost_from_json(data)
+
+
+def load_cost(path: str | os.PathLike[str]) -> LinearCost | PiecewiseCost | WireCost:
+    """Read a cost from ``cost.json``: a line or a curve, or where it knows what low precision costs both, a `WireCost`.
+
+    Of either it is what an all-reduce takes, ``cost(num_bytes)``; `predict` takes the other part for messages in low
+    precision, whichever that is: ``wire`` names the one that was measured. Where the file holds halves, too,
+    `ShardedCost.load` reads them.
+
+    Args:
+        path: the file.
+
+    Raises:
+        FileError: where the file cannot be read.
+        FormatError: where it holds no cost.
+    """
+    data = read_json(path)
+    with naming(path):
+        return cost_with_low(data, Fields(data).get("wire", None))
 
 
 def cheapest_s(cost: Cost, num_bytes: int) -> float:

@@ -117,7 +117,7 @@ def test_what_is_measured_in_low_precision_makes_a_plan_of_both_and_nothing_is_a
     assert done.stderr.count("mean error") == 2
     both = WireCost.load("cost.json")
     assert {part.source["network"] for part in (both.full, both.low)} == {"gloo on one machine"}
-    assert load_cost("cost.json") == both.full
+    assert load_cost("cost.json") == both
     files = ("--trace", "trace.json", "--cost", "cost.json", "--wire", "bfloat16", "--wire-cost", "cost.json")
     planned = mgwfbp("plan", *files, "-o", "plan.json")
     assert planned.returncode == 0, planned.stderr

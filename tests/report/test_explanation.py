@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mgwfbp import FormatError, LinearCost, ResultError, find_plan, predict
+from mgwfbp import FormatError, LinearCost, MergePlan, ResultError, find_plan, predict
 from mgwfbp.report.explanation import PARTS, Choice, Explanation, RankParts, advise
 from mgwfbp.report.explanation_page import build_explanation_page
 from tests.report.browser import open_tab
@@ -102,6 +102,21 @@ def test_messages_that_take_longer_than_the_backward_pass_cannot_be_hidden() -> 
     assert words.startswith("Buckets alone cannot hide the messages: these take 50 ms, the backward pass in")
     assert "No buckets give a step below 80 ms (predicted)" in words
     assert not any("cannot hide" in words for words in advise(explained(messages_s=0.039)))
+
+
+def test_who_sends_in_low_precision_is_not_told_to_and_the_page_says_where_the_other_cost_is_from() -> None:
+    plan = MergePlan.of_sizes(TRACE, [len(TRACE.layers)])
+    step = predict(TRACE, COST, replace(plan, wire=("float16",)))
+    found = explained(messages_s=0.05, timeline=step, wrapper="mgwfbp")
+    words, page = " ".join(advise(found)), build_explanation_page(found)
+    assert found.wire == "float16"
+    assert "Send fewer bytes (several batches a step with no_sync)" in words
+    assert "No buckets in either precision give a step below 80 ms (predicted)" in words
+    assert "What messages in float16 would take as they are was measured on the idle network" in page
+    other = explained(messages_s=0.05)
+    assert "bf16_compress_hook" in " ".join(advise(other))
+    assert "either precision" not in " ".join(advise(other))
+    assert "idle network" not in build_explanation_page(other)
 
 
 def test_predictions_that_are_far_off_are_not_repeated() -> None:

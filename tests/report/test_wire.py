@@ -239,6 +239,28 @@ def test_the_plan_of_both_precisions_stands_beside_the_others(folder: Path, caps
     assert shown.err == ""
 
 
+def test_a_plan_in_low_precision_is_shown_with_the_cost_that_was_measured_or_it_is_said_what_is_assumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace(PLAN, planner="low").save("low_plan.json")
+    WireCost(COST, LOW, "bfloat16").save("both.json")
+    WireCost(COST, LOW, "float16").save("other.json")
+    for files, cost in (
+        (("both.json",), WireCost(COST, LOW)),
+        (("line.json", "--wire-cost", "low.json"), WireCost(COST, LOW)),
+        (("line.json",), COST),
+        (("other.json",), COST),  # which says nothing of bfloat16
+    ):
+        assert run(["report", "trace.json", "low_plan.json", *files, "--planner", "optimal"]) == 0
+        shown = capsys.readouterr()
+        step_s = predict(TRACE, cost, PLAN).iteration_s
+        assert f"step {format_seconds(step_s)}, exposed" in shown.out.partition("(low), predicted")[2]
+        assert ("half the bytes" in shown.err) == (cost is COST)
+    replace(PLAN, wire=("", "float16", "")).save("other_plan.json")
+    assert run(["report", "trace.json", "line.json", "low_plan.json", "other_plan.json"]) == 2
+    assert "messages travel in bfloat16 and in float16" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_run_whose_tuner_learnt_the_cost_is_planned_with_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", "run", "--wire", "bfloat16"]) == 0
     assert "half the bytes" in capsys.readouterr().err

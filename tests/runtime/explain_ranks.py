@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 import mgwfbp
-from mgwfbp import DistributedDataParallel, MeasureError
+from mgwfbp import DistributedDataParallel, MeasureError, MergePlan
 from mgwfbp.runtime.messages.stand_ins import ObservedGroup
 from tests.runtime.launch import be_rank
 from tests.runtime.models import Dtypes, Mlp, Shared, Sparse
@@ -107,7 +107,8 @@ def train(
     logger.removeHandler(records)
     told: dict[str, Any] = {
         "parameters": [one.detach().flatten().tolist() for one in model.parameters()],
-        "same hooks": hooks_of(model, optimizer) == before,
+        "same hooks": (left := hooks_of(model, optimizer)) == before,
+        "hooks": left,
         "records": records.said,
         "took_s": took_s,
     }
@@ -157,6 +158,23 @@ def modes() -> dict[str, Any]:
             "same": found["parameters"] == other["parameters"] and found["same hooks"],
             "unknown": found["result"]["unknown"] if found["result"] else found["problem"],
             "choices": len(found["result"]["choices"]),
+        }
+    return told
+
+
+def in_low_precision() -> dict[str, Any]:
+    """Our class with a plan of which some messages, or all, travel in low precision."""
+    names = [name for name, _ in Mlp().named_parameters()][::-1]
+    told = {}
+    for name, wire in (("some", ("bfloat16", "", "bfloat16")), ("all", ("float16",) * 3)):
+        plan = MergePlan("Mlp", "by hand", (tuple(names[:2]), tuple(names[2:5]), tuple(names[5:])), wire=wire)
+        wrapper = partial(DistributedDataParallel, plan=plan, wire=wire[0])
+        found, other = train(build(wrapper)), train(build(wrapper), explained=False)
+        told[name] = {
+            "same": all(found[what] == other[what] for what in ("parameters", "hooks")),
+            "problem": found["problem"],
+            "result": found["result"],
+            "page": found["page"],
         }
     return told
 
@@ -289,6 +307,7 @@ if __name__ == "__main__":
             for one in (
                 plain,
                 modes,
+                in_low_precision,
                 tuning,
                 loader,
                 first_loader,

@@ -20,7 +20,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def more_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(MODULE, ["modes", "copying", "refused"], tmp_path_factory.mktemp("more"), 2)
+    scenarios = ["modes", "in_low_precision", "copying", "refused"]
+    return run_ranks(MODULE, scenarios, tmp_path_factory.mktemp("more"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,25 @@ def test_the_parts_of_every_rank_add_up_to_the_time_that_training_took(two_ranks
 def test_other_ways_to_use_ddp_are_explained_with_predictions(more_ranks: list[Any], mode: str) -> None:
     for told in (rank["modes"][mode] for rank in more_ranks):
         assert told == {"same": True, "unknown": "", "choices": 8}
+
+
+@pytest.mark.parametrize(
+    ("mode", "wires", "best"),
+    [("some", ["bfloat16", "", "bfloat16"], "optimal+bf16"), ("all", ["float16"] * 3, "optimal+fp16")],
+)
+def test_messages_in_low_precision_are_explained_as_such_and_buckets_are_those_without(
+    more_ranks: list[Any], mode: str, wires: list[str], best: str
+) -> None:
+    for told in (rank["in_low_precision"][mode] for rank in more_ranks):
+        assert (told["same"], told["problem"]) == (True, "")
+        result = told["result"]
+        assert result["unknown"] == ""
+        assert [message.get("wire", "") for message in result["timeline"]["messages"]] == wires
+        sizes = [f"bucket_cap_mb={size} without wire=" for size in (1, 2, 5, 10, 25, 50)]
+        assert [choice["name"] for choice in result["choices"]] == ["as it is", *sizes, best]
+        assert result["choices"][0]["num_messages"] == len(wires)
+        assert min(choice["step_s"] for choice in result["choices"]) >= result["bound_s"] * (1 - 1e-9)
+        assert wires[0] in told["page"]
 
 
 def test_predictions_are_for_all_choices_and_none_is_below_the_bound(two_ranks: list[Any]) -> None:

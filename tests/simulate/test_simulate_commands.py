@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network, load_trace
+from mgwfbp import LayerTrace, LinearCost, ModelTrace, Network, find_plan, load_network, load_trace, predict
 from mgwfbp.bounds import lower_bound_s, sharded_lower_bound_s
 from mgwfbp.cli import progress, run
 from mgwfbp.cli.fsdp import fastest_words
@@ -325,6 +325,70 @@ def test_a_written_plan_of_both_precisions_is_simulated_as_it_says(
     arguments = ("--trace", trace_file, "--network", "1gbe", "--workers", "4", "--plan", str(tmp_path / "plan.json"))
     (row,) = rows_of(capsys, *arguments)
     assert row["iteration_s"] == plan.predicted["iteration_s"]
+
+
+def test_a_written_plan_of_both_precisions_is_simulated_with_the_cost_that_was_measured(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, full = ModelTrace.load(trace_file), load_network("1gbe").cost(4)
+    both = WireCost(full, LinearCost(4, 1e-3, 0.9 * full.per_byte_s), "float16")
+    plan = find_wire_plan(trace, full, "float16")
+    plan.save(tmp_path / "plan.json")
+    both.save(tmp_path / "both.json")
+    both.low.save(tmp_path / "low.json")
+    measured_s = predict(trace, both, plan).iteration_s
+    assert measured_s > 1.2 * predict(trace, full, plan).iteration_s
+    given = ("--trace", trace_file, "--plan", str(tmp_path / "plan.json"))
+    of_both = ("--network", str(tmp_path / "both.json"))
+    apart = ("--network", "1gbe", "--workers", "4", "--wire-cost", str(tmp_path / "low.json"))
+    sharded = (*of_both, "--engine", "sharded")
+    for arguments in (of_both, (*of_both, "--wire", "float16"), apart, sharded):
+        assert run(["simulate", *given, *arguments, "--json"]) == 0
+        printed = capsys.readouterr()
+        row = json.loads(printed.out)[0]
+        assert row["iteration_s"] == measured_s
+        assert row.get("lower_bound_s", 0.0) <= measured_s
+        assert "half the bytes" not in printed.err
+
+
+def test_what_is_assumed_of_low_precision_is_said_of_a_written_plan_too(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = load_network("1gbe").cost(4)
+    find_wire_plan(ModelTrace.load(trace_file), full, "float16").save(tmp_path / "plan.json")
+    find_plan(ModelTrace.load(trace_file), full).save(tmp_path / "full.json")
+    WireCost(full, full, "bfloat16").save(tmp_path / "other.json")  # which says nothing of float16
+    for network in (("1gbe", "--workers", "4"), (str(tmp_path / "other.json"),)):
+        given = ["simulate", "--trace", trace_file, "--network", *network, "--plan"]
+        assert run([*given, str(tmp_path / "plan.json")]) == 0
+        assert "no cost of messages in float16 is given" in capsys.readouterr().err
+        assert run([*given, str(tmp_path / "full.json")]) == 0
+        assert "no cost" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--plan", "float16.json", "--wire", "bfloat16"),
+        ("--plan", "float16.json", "--plan", "bfloat16.json"),
+        ("--plan", "float16.json", "--wire-cost", "low.json", "--engine", "sharded"),
+    ],
+)
+def test_plans_of_which_one_cost_cannot_speak_are_refused_in_one_line(
+    trace_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    LinearCost(4, 1e-3, 1e-10).save("low.json")
+    for wire in ("float16", "bfloat16"):
+        find_wire_plan(ModelTrace.load(trace_file), load_network("1gbe").cost(4), wire).save(f"{wire}.json")
+    assert run(["simulate", "--trace", trace_file, "--network", "1gbe", "--workers", "4", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "--wire" in printed.err
 
 
 @pytest.mark.parametrize(

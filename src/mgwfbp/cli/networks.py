@@ -114,4 +114,5 @@ def _cost_or_network(
     with naming(name):
         if not isinstance(data, dict) or data.get("format") != LinearCost.FORMAT:
             return Network.from_json(data)
-        return cost_with_halves(data) if with_halves else cost_with_low(data, wire)
+        halves = cost_with_halves(data) if with_halves else None
+        return halves if isinstance(halves, ShardedCost) else cost_with_low(data, wire)

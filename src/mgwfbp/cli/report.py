@@ -26,6 +26,7 @@ from mgwfbp.cli.wire import (
     WireTolerance,
     check_tolerance,
     read_low_cost,
+    sent_wire,
     talk_of_low_cost,
     wire_planner,
 )
@@ -116,13 +117,14 @@ def report(
         raise typer.BadParameter("missing; a network does not say how many there are", param_hint="--workers")
     given = _on_nodes(given, counts, Links(per_node, inside)) if inside is not None or per_node > 1 else given
     everyone = _chosen_planners(planner, planners(bucket_mb, first_bucket_mb))
-    given = _with_low_cost(given, counts, read_low_cost(wire, wire_cost))
+    sent = sent_wire(wire, (plan for _, plan in given.plans))
+    given = _with_low_cost(given, counts, read_low_cost(sent, wire_cost))
     check_tolerance(wire, wire_tolerance)
-    if wire is not None:
-        given = replace(given, lows=tuple((name, both) for name, both in given.lows if both.wire == wire))
-        runs = _planned_runs(given)
+    if sent is not None:
+        given = replace(given, lows=tuple((name, both) for name, both in given.lows if both.wire == sent))
+        runs = _planned_runs(given) if wire is not None else []  # files of plans are not for runs
         has_trace = bool(given.traces and (given.costs or given.networks))
-        if not (has_trace or runs) or figure not in (None, "timelines"):
+        if wire is not None and (not (has_trace or runs) or figure not in (None, "timelines")):
             missing = "nothing is planned here: give a trace and a cost, or a trace and a network with --workers"
             raise typer.BadParameter(missing, param_hint="--wire")
         # A run's tuner may have learnt it, or it was measured when the run began.
@@ -130,7 +132,8 @@ def report(
         if has_trace:
             knows += [given.low_of(name) is not None for name, _ in given.costs]
             knows += [given.low_cost is not None for _ in given.networks]
-        talk_of_low_cost(wire, is_known=given.low_cost is not None or all(knows))
+        talk_of_low_cost(sent, is_known=given.low_cost is not None or all(knows))
+    if wire is not None:
         everyone[wire_planner_name(wire)] = wire_planner(wire, wire_tolerance)
     if chosen == "html":
         heading = None if title is None else printable(title)

@@ -41,6 +41,7 @@ from mgwfbp.cli.wire import (
     WireTolerance,
     check_tolerance,
     read_low_cost,
+    sent_wire,
     talk_of_low_cost,
     wire_planner,
 )
@@ -156,23 +157,28 @@ def simulate(
         )
     names = ",".join(planner).split(",") if planner else [] if plan else list(PLANNERS)
     chosen = planners(bucket_mb, first_bucket_mb)
-    strategies = [strategy_of(name, chosen) for name in names] + [_fixed(path) for path in plan or ()]
+    plans = [MergePlan.load(path) for path in plan or ()]
+    strategies = [strategy_of(name, chosen) for name in names]
+    strategies += [_fixed(path, given) for path, given in zip(plan or (), plans, strict=True)]
+    sent = sent_wire(wire, plans)
     check_tolerance(wire, wire_tolerance)
     if wire:
         strategies.append(Strategy(wire_planner_name(wire), wire_planner(wire, wire_tolerance)))
     if is_sharded:
         strategies.append(Strategy(SHARDED, plan_sharded, bound=sharded_lower_bound_s))
     links = Links(per_node, inside, algorithm, slow_link)
-    sources = [links.source(name, with_halves=len(engines) > 1, wire=wire) for name in network]
+    sources = [links.source(name, with_halves=len(engines) > 1, wire=sent) for name in network]
     counts = worker_counts(workers) if workers is not None else _measured_counts(sources)
-    low = read_low_cost(wire, wire_cost)
+    if wire_cost is not None and len(engines) > 1:
+        raise typer.BadParameter("such a cost knows no halves of all-reduces; leave it out", param_hint="--wire-cost")
+    low = read_low_cost(sent, wire_cost)
     if low is not None:
         sources = [_with_low_cost(sources, counts, low)]
     grid = Grid(tuple(sources), tuple(counts), tuple(strategies), tuple(_scales(scale)))
     model = load_trace(trace)
-    if wire:
+    if sent:
         costs = (source.cost(count) for source in sources for count in counts)
-        talk_of_low_cost(wire, is_known=all(isinstance(cost, WireCost) for cost in costs))
+        talk_of_low_cost(sent, is_known=all(isinstance(cost, WireCost) for cost in costs))
     for source in sources:
         talk_of_padding(source.cost(counts[0]))
     if len(engines) > 1:
@@ -249,8 +255,7 @@ def strategy_of(name: str, chosen: dict[str, Planner]) -> Strategy:
     return Strategy(name, find_planner(name, chosen))
 
 
-def _fixed(path: str) -> Strategy:
-    plan = MergePlan.load(path)
+def _fixed(path: str, plan: MergePlan) -> Strategy:
     bound = sharded_lower_bound_s if plan.gathers else lower_bound_s
     return Strategy(printable(path), lambda trace, cost: plan, bound=bound)  # noqa: ARG005 - every planner takes both
 

@@ -1,5 +1,6 @@
 """Options of commands whose messages may travel in low precision."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from mgwfbp.cli.output import talk
 from mgwfbp.cost import LinearCost, PiecewiseCost, cost_from_json
 from mgwfbp.costs import LowCost, WireCost, halved_words
 from mgwfbp.files import naming, read_json
+from mgwfbp.plan import MergePlan
 from mgwfbp.planners import Planner, plan_wire
 from mgwfbp.planners.wire import DEFAULT_TOLERANCE
 from mgwfbp.record import Fields
@@ -20,6 +22,7 @@ __all__ = [
     "WireTolerance",
     "check_tolerance",
     "read_low_cost",
+    "sent_wire",
     "talk_of_low_cost",
     "wire_planner",
     "with_low_cost",
@@ -48,6 +51,17 @@ WireTolerance = Annotated[
         help=f"Which part longer than the shortest a step may be, to keep precision; {DEFAULT_TOLERANCE} if not given.",
     ),
 ]
+
+
+def sent_wire(wire: str | None, plans: Iterable[MergePlan]) -> str | None:
+    """Return the low precision that is asked for or that plans have; costs are of one."""
+    found = sorted({*filter(None, (wire, *(one for plan in plans for one in plan.wire)))})
+    if len(found) > 1:
+        raise typer.BadParameter(
+            f"messages travel in {' and in '.join(found)}, and costs are of one low precision: give each by itself",
+            param_hint=["--plan", "--wire"],
+        )
+    return next(iter(found), None)
 
 
 def read_low_cost(wire: str | None, path: str | None) -> LowCost | None:

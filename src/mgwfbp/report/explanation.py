@@ -86,7 +86,7 @@ class Choice:
     """Buckets that might be used, and the step that is predicted with them."""
 
     bucket_cap_mb: int | None  # None where they are no buckets of one size
-    name: str  # "as it is", "bucket_cap_mb=5", "optimal"
+    name: str  # "as it is", "bucket_cap_mb=5", "bucket_cap_mb=5 without wire=", "optimal", "optimal+bf16"
     num_messages: int
     step_s: float  # predicted
     exposed_s: float  # predicted
@@ -137,6 +137,12 @@ class Explanation(Record):
     def step_s(self) -> float:
         """The step of the slowest rank, measured."""
         return self.ranks[self.slowest].step_s
+
+    @property
+    def wire(self) -> str:
+        """The low precision in which messages travelled, all or some; empty where none did, or that is not known."""
+        messages = () if self.timeline is None else self.timeline.messages
+        return next((one.wire for one in messages if one.wire), "")
 
     @property
     def behind_s(self) -> float:
@@ -330,10 +336,12 @@ def _about_messages(found: Explanation) -> list[str]:
         told.append(f"No buckets are predicted to be better than those in force ({as_it_is}, predicted).")
     messages_s, backward_s = found.messages_s or 0.0, found.last_backward_s or 0.0
     if messages_s > backward_s and found.bound_s is not None:
+        # Where some travel in low precision already, the bound is that of both.
+        whose, hook = (" in either precision", "") if found.wire else ("", "torch's bf16_compress_hook, ")
         told.append(
             f"Buckets alone cannot hide the messages: these take {format_seconds(messages_s)}, the backward pass in "
-            f"which they are sent {format_seconds(backward_s)} (both measured). No buckets give a step below "
-            f"{format_seconds(found.bound_s)} (predicted). Send fewer bytes (torch's bf16_compress_hook, several "
-            "batches a step with no_sync), or use a faster network."
+            f"which they are sent {format_seconds(backward_s)} (both measured). No buckets{whose} give a step below "
+            f"{format_seconds(found.bound_s)} (predicted). Send fewer bytes ({hook}several batches a step with "
+            "no_sync), or use a faster network."
         )
     return told

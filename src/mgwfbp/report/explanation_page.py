@@ -90,7 +90,16 @@ def buckets_chart(found: Explanation) -> Chart:
         (one.name, "predicted", str(one.num_messages), format_seconds(one.step_s), format_seconds(one.exposed_s))
         for one in found.choices
     ]
-    bound = f" No buckets give a step below {format_seconds(found.bound_s)}." if found.bound_s is not None else ""
+    either, unseen = "", ""
+    if found.wire:
+        either = " in either precision"
+        unseen = (
+            f" What messages in {found.wire} would take as they are was measured on the idle network afterwards, and "
+            "is taken to be longer beside a backward pass in the same ratio as what they take."
+        )
+    bound = (
+        f" No buckets{either} give a step below {format_seconds(found.bound_s)}." if found.bound_s is not None else ""
+    )
     error = "" if found.error is None else f" For the buckets in force the prediction is off by {found.error:+.1%}."
     return Chart(
         title="The step with other buckets, predicted",
@@ -100,5 +109,5 @@ def buckets_chart(found: Explanation) -> Chart:
         y_label="time of a step",
         y_unit="s",
         labels=tuple(one.name for one in found.choices),
-        note=f"All predicted, from what messages and gradients took in training.{bound}{error}",
+        note=f"All predicted, from what messages and gradients took in training.{unseen}{bound}{error}",
     )

@@ -8,8 +8,9 @@ from typing import Self
 
 from mgwfbp.bounds import lower_bound_s
 from mgwfbp.cost import PiecewiseCost
+from mgwfbp.costs import cheaper_cost
 from mgwfbp.plan import MergePlan
-from mgwfbp.planners import find_plan, planner_of
+from mgwfbp.planners import find_plan, find_wire_plan, planner_of
 from mgwfbp.report.explanation import OWN, PARTS, Choice, Explanation
 from mgwfbp.runtime.observe.learn import Learner, timeline_of
 from mgwfbp.runtime.observe.observer import ObservedStep
@@ -64,7 +65,8 @@ class NotedMessages:
         and whatever comes before the backward pass is packed as the forward pass.
         """
         groups = reducer.groups_of(reducer.buckets())
-        plan = MergePlan(gradients.model, "ddp" if reducer.given is None else "plan in force", groups)
+        planner = "ddp" if reducer.given is None else "plan in force"
+        plan = MergePlan(gradients.model, planner, groups, wire=reducer.wires)
         sizes = gradients.sizes_of(plan.groups)
         by_note = {note: [step for place, step in enumerate(observed) if note_of(place) == note] for note in NOTES[:3]}
         whole = [
@@ -85,17 +87,34 @@ class NotedMessages:
         """The largest message, but no less than can be swept."""
         return max(8, *self.gradients.sizes_of(self.plan.groups))
 
-    def predict(self, found: Explanation, seen: Seen, swept: PiecewiseCost, timeline: str) -> Explanation:
-        """Add what other buckets would give; messages were ``swept`` on an idle network."""
-        known = Learner(self.gradients, len(found.ranks), swept)
+    @property
+    def wire(self) -> str | None:
+        """The low precision in which messages travel, all or some; None where none does."""
+        return next(filter(None, self.plan.wire), None)
+
+    def predict(
+        self,
+        found: Explanation,
+        seen: Seen,
+        swept: PiecewiseCost,
+        swept_low: PiecewiseCost | None,
+        timeline: str,
+    ) -> Explanation:
+        """Add what other buckets would give; messages were ``swept`` on an idle network, in both precisions if needed.
+
+        Buckets of one size are those of a model without ``wire=``; the best plan may use the precision in force.
+        """
+        known, wire = Learner(self.gradients, len(found.ranks), swept, swept_low=swept_low), self.wire
         known.learn(self.plan, seen)
-        trace, cost = known.trace, known.cost
+        trace, cost = known.trace, known.both
         assert seen.messages is not None  # noqa: S101 - they too
         assert seen.plain is not None  # noqa: S101 - some steps are
         plans: list[tuple[str, int | None, MergePlan]] = [("as it is", None, self.plan)]
         for size in BUCKET_MIB:
-            plans.append((f"bucket_cap_mb={size}", size, find_plan(trace, cost, planner_of(f"bucket-{size}"))))
-        plans.append(("optimal", None, find_plan(trace, cost)))
+            name = f"bucket_cap_mb={size}{' without wire=' if wire else ''}"
+            plans.append((name, size, find_plan(trace, cost, planner_of(f"bucket-{size}"))))
+        best = find_wire_plan(trace, cost, wire) if wire else find_plan(trace, cost)
+        plans.append((best.planner, None, best))
         choices = []
         for name, bucket_cap_mb, plan in plans:
             step = predict(trace, cost, split_by_kind(plan, self.kinds))
@@ -108,7 +127,7 @@ class NotedMessages:
             hidden_s=median(hidden_s),
             last_backward_s=trace.backward_s,
             choices=tuple(choices),
-            bound_s=lower_bound_s(trace, cost),
+            bound_s=lower_bound_s(trace, cheaper_cost(cost) if wire else cost),
             error=choices[0].step_s / max(median(seen.plain.length_s), 1e-12) - 1,
             timeline=Timeline.from_json(json.loads(timeline)),
         )

@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mgwfbp.cost import PiecewiseCost
 from mgwfbp.errors import MeasureError
 from mgwfbp.files import show_path, write_text
 from mgwfbp.measure.agreement import broadcast_text, gather, on_device, problem_of, reduce_values, together
-from mgwfbp.measure.allreduce import measure_allreduce
+from mgwfbp.measure.allreduce import measure_allreduce, measure_wire
 from mgwfbp.measure.clock import Moment, clock_for
 from mgwfbp.measure.hooks import GradientHooks
 from mgwfbp.report.explanation import OWN, Explanation, RankParts, Wrapper
@@ -48,7 +49,7 @@ __all__ = ["Explaining", "explain"]
 WARMUP_STEPS = 5
 # The end of a backward pass is learnt from about so many of the gradients: one of them takes part in every pass.
 HOOKED = 8
-# How long messages of other sizes are timed at the end.
+# How long messages of other sizes are timed at the end, in each precision.
 SWEEP_S = 0.5
 
 _log = logging.getLogger("mgwfbp")
@@ -67,6 +68,9 @@ def explain(
     what they saw and send messages of several sizes for about half a second; rank 0 writes the page and one record of
     level INFO of the logger ``mgwfbp``; and everything is taken off the model. Nothing waits meanwhile, and what is
     computed does not change. A failure is a warning of that logger on all ranks; training goes on.
+
+    Where messages travel in low precision, ``wire=``, they are sent in both precisions then, for about a second:
+    ``bucket_cap_mb`` is predicted for a model without ``wire=``, and our class for one that may use both.
 
     Where messages cannot be observed (a communication hook sends them, gradients are sparse, this torch lacks
     something) the parts are reported all the same, steps of the optimizer are counted, and no buckets are predicted.
@@ -359,10 +363,10 @@ class Explaining:
         )
         seen = Seen(**{note: steps.agreed(group) for note, steps in noted.steps.items()})
         timeline = broadcast_text(noted.timeline, found.slowest, group)
-        # What the buckets in force say of other sizes is little.
-        swept = measure_allreduce(group, self._device, max_bytes=noted.largest_bytes, budget_s=SWEEP_S)
+        # What the buckets in force say of other sizes is little, and of another precision nothing.
+        swept = _sweep(noted, group, self._device)
         is_first = dist.get_rank(group) == 0
-        return together(lambda: noted.predict(found, seen, swept, timeline) if is_first else found, group)
+        return together(lambda: noted.predict(found, seen, *swept, timeline) if is_first else found, group)
 
     def _read(self) -> tuple[list[dict[str, float]], list[ObservedStep]]:
         """Return the parts of every step, and what the observer noted of it."""
@@ -379,3 +383,15 @@ class Explaining:
         if self._observer is not None and len(observed) != len(parts):
             raise MeasureError(f"{plural(len(observed), 'step')} of {len(parts)} could be observed")
         return parts, observed
+
+
+def _sweep(
+    noted: NotedMessages, group: dist.ProcessGroup, device: torch.device
+) -> tuple[PiecewiseCost, PiecewiseCost | None]:
+    """Measure what messages take as they are, and in low precision where some travel so. All ranks must call it."""
+    if noted.wire is None:
+        return measure_allreduce(group, device, max_bytes=noted.largest_bytes, budget_s=SWEEP_S), None
+    both = measure_wire(noted.wire, group, device, max_bytes=noted.largest_bytes, budget_s=2 * SWEEP_S)
+    assert isinstance(both.full, PiecewiseCost)  # noqa: S101 - a sweep gives curves
+    assert isinstance(both.low, PiecewiseCost)  # noqa: S101 - two of them
+    return both.full, both.low

@@ -147,7 +147,8 @@ def sweep(trace: ModelTrace, grid: Grid, scenario: Scenario = IDEAL) -> Iterator
                     result = send_messages(computation, cost, plan, overlap=strategy.overlap)
                     row = _row(source.name, scale, strategy, result, cost)
                     if scenario.in_flight == 1:
-                        row = replace(row, lower_bound_s=strategy.bound(planned, cost))
+                        known = cheaper_cost(cost) if plan.wire else cost
+                        row = replace(row, lower_bound_s=strategy.bound(planned, known))
                     yield row
 
 

@@ -138,9 +138,13 @@ class Learner:
     all_reduces_s: dict[int, list[float]] = field(default_factory=dict)  # where other messages are reduce-scatters
     _pieces_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # of the forward pass, by what was gathered
     _alone_s: float | None = None  # the forward pass without gathers beside it
+    swept_low: PiecewiseCost | None = None  # of messages in low precision, in turns with ``swept``
 
     def learn(self, plan: MergePlan, seen: Seen) -> None:
-        """Take over what came of a turn with this plan; of one with low precision what its messages took."""
+        """Take over what came of a turn with this plan; of one with low precision what its messages took.
+
+        Its gradients count only as long as none were seen beside messages as they are.
+        """
         sizes = self.gradients.sizes_of(plan.groups)
         if seen.messages is not None:
             for taken_s in seen.messages.message_s:
@@ -156,7 +160,7 @@ class Learner:
         sent = tuple(zip(sizes, map(bool, plan.wires), strict=True))
         for steps in (seen.plain, seen.messages):  # hooks on gradients would take from the computation too
             self._computes_s.setdefault(sent, []).extend(steps.compute_s if steps else ())
-        if plan.wire:
+        if plan.wire and self._observed is not None:
             return
         if seen.gradients is not None and seen.plain is not None:
             slowed = median(seen.gradients.length_s) / max(median(seen.plain.length_s), 1e-12)
@@ -167,7 +171,7 @@ class Learner:
     def trace(self) -> ModelTrace:
         """When gradients are ready where no messages take from the computation, from the last plan with gradients."""
         assert self._observed is not None  # noqa: S101 - asked for only then
-        return without_lags(*self._observed, self.cost)
+        return without_lags(*self._observed, self.both)
 
     @property
     def cost(self) -> PiecewiseCost:
@@ -176,20 +180,35 @@ class Learner:
 
     @property
     def low_cost(self) -> PiecewiseCost | None:
-        """That of a message in low precision, learnt over what half the bytes cost as they are; None: none was seen."""
+        """That of a message in low precision; None: none was seen.
+
+        It is learnt over what was swept, or else over what half the bytes cost as they are.
+        """
         return self._costs[1] if self.low_messages_s else None
 
     @property
     def both(self) -> WireCost:
-        """The two; where no message in low precision was seen, that of half the bytes."""
+        """The two; where no message in low precision was seen or swept, that of half the bytes."""
         return WireCost(*self._costs)
 
     @property
     def _costs(self) -> tuple[PiecewiseCost, PiecewiseCost]:
-        full = learn_cost(self.messages_s, self.workers, self.swept)
-        half = halved(full)
-        assert isinstance(half, PiecewiseCost)  # noqa: S101 - of a curve
-        return learn_taken(full, learn_cost(self.low_messages_s, self.workers, half), self._computes_s.items())
+        full = learn_cost({**self._expected_s, **self.messages_s}, self.workers, self.swept)
+        low = self.swept_low or halved(full)
+        assert isinstance(low, PiecewiseCost)  # noqa: S101 - of a curve
+        return learn_taken(full, learn_cost(self.low_messages_s, self.workers, low), self._computes_s.items())
+
+    @property
+    def _expected_s(self) -> dict[int, list[float]]:
+        """What messages as they are would have taken in the place of those in low precision, by bytes.
+
+        Beside a backward pass these took so many times what they do on an idle network, and so would those. Without a
+        sweep of both nothing is expected.
+        """
+        if self.swept is None or self.swept_low is None:
+            return {}
+        longer = {size: self.swept(size) / max(self.swept_low(size), SHORTEST_S) for size in self.low_messages_s}
+        return {size: [longer[size] * one_s for one_s in taken_s] for size, taken_s in self.low_messages_s.items()}
 
     @property
     def whole_trace(self) -> ModelTrace:
