@@ -152,9 +152,8 @@ def test_low_precision_that_cannot_be_sent_is_not_tried_and_ranks_do_not_wait_fo
 ) -> None:
     for found in (told["wire"] for told in pair):
         check_training_is_stocks(found, 2)
-        assert found["state"] == "off"
-        assert found["left"] == []
-    assert pair[0]["wire"]["reason"] == pair[1]["wire"]["reason"]
+        # Not what the others met, who waited.
+        assert (found["state"], found["reason"], found["left"]) == ("off", "RuntimeError: no group", [])
 
 
 def test_low_precision_that_one_rank_has_no_memory_for_is_tried_on_none(pair: list[Any]) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 and 3 ranks saw."""
     scenarios = ["modes", "changes", "accumulated", "scaled", "branches", "tuned", "nan_while_tuning"]
-    scenarios += ["extremes", "refused", "joined", "groups", "alone", "late", "failed"]
+    scenarios += ["extremes", "odd_numbers_apart", "refused", "joined", "groups", "alone", "late", "failed"]
     return run_ranks("tests.runtime.wire_ranks", scenarios, tmp_path_factory.mktemp("wire"), request.param)
 
 
@@ -108,6 +108,13 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all_and_nothing_overflows_that_
         assert found["float16 large"] == ["0.0", "60000.0", "0.0"]
         # bfloat16 begins at 2^-133; of float16, which is scaled, only fp32's own bits are lost.
         assert float(found["float16 tiniest"][1]) == pytest.approx(2.0**-140, rel=2**-7, abs=0)
+
+
+def test_other_numbers_of_a_message_are_what_they_are_without_one_that_is_not_finite(ranks: list[Any]) -> None:
+    for found in (told["odd_numbers_apart"] for told in ranks):
+        assert len(found) == 12
+        for name, told in found.items():
+            assert told == {"wrong": [], "finite": 41 - 5, "alike": True}, name
 
 
 def test_wrong_use_is_one_line_on_every_rank(ranks: list[Any]) -> None:

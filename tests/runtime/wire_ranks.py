@@ -27,12 +27,14 @@ from tests.runtime.models import Dtypes, Mlp, Shared, Sparse, make_plan
 from tests.runtime.wire_ways import (
     BITS,
     batch,
+    by_hand,
     compare,
     gathered,
     local_gradients,
     loss,
     low_names,
     mixed_plan,
+    odd_numbers,
     own_gradients,
     wrong_names,
 )
@@ -328,6 +330,37 @@ def extremes() -> dict[str, Any]:
     return result
 
 
+def odd_numbers_apart() -> dict[str, Any]:
+    """Messages of which some numbers are not finite, in one block and in several, beside the same sum by hand."""
+    rank, world, stock = dist.get_rank(), dist.get_world_size(), mgwfbp.measure.low.BLOCK
+    result: dict[str, Any] = {}
+    for wire in BITS:
+        for scale in (1e-30, 1.0, 1e36):
+            for block in (7, stock):
+                mgwfbp.measure.low.BLOCK = block
+                module = nn.Linear(41, 1, bias=False)
+                plan = MergePlan("Linear", "by hand", (("weight",),), wire=(wire,))
+                model = DistributedDataParallel(module, plan=plan, wire=wire)
+                model(odd_numbers(rank, scale)).sum().backward()
+                assert module.weight.grad is not None
+                found = module.weight.grad[0]
+                expected = by_hand([odd_numbers(one, scale) for one in range(world)], wire)
+                bits: list[Any] = [None] * world
+                dist.all_gather_object(bits, found.view(torch.int32).tolist())
+                result[f"{wire} {scale} {block}"] = {
+                    "wrong": [place for place, pair in enumerate(zip(found, expected, strict=True)) if differ(*pair)],
+                    "finite": int(found.isfinite().sum()),
+                    "alike": all(one == bits[0] for one in bits),
+                }
+    mgwfbp.measure.low.BLOCK = stock
+    return result
+
+
+def differ(found: Tensor, expected: Tensor) -> bool:
+    """Say whether a number is another than expected; what is not a number is as any other that is none."""
+    return bool(found != expected) and not bool(found.isnan() & expected.isnan())
+
+
 def refused() -> dict[str, Any]:
     """Wrong use: one line on every rank."""
     rank = dist.get_rank()
@@ -488,6 +521,7 @@ if __name__ == "__main__":
             "nan_while_tuning": nan_while_tuning,
             "tuned": tuned,
             "extremes": extremes,
+            "odd_numbers_apart": odd_numbers_apart,
             "refused": refused,
             "joined": joined,
             "groups": groups,

@@ -102,5 +102,17 @@ def wrong_names(model: DistributedDataParallel, local: dict[str, list[Tensor]]) 
     return wrong
 
 
+def odd_numbers(rank: int, scale: float) -> Tensor:
+    """What a rank has for a message of which some numbers are not finite: on one rank alone, and with both signs."""
+    inf, nan = float("inf"), float("nan")
+    numbers = scale * (0.5 + torch.rand(41, generator=torch.Generator().manual_seed(rank)))
+    numbers[3:30:3] *= 2.0 ** -torch.arange(9)  # of which the sums need all bits that float16 keeps
+    if rank == 1:
+        numbers[torch.tensor([0, 13, 25, 40])] = torch.tensor([inf, -inf, nan, inf])
+    if rank == 0:
+        numbers[torch.tensor([5, 40])] = torch.tensor([nan, -inf])  # the last of which meets its opposite
+    return numbers
+
+
 def filter_low(plan: MergePlan) -> list[str]:
     return [wire for wire in plan.wires if wire]

@@ -23,6 +23,7 @@ from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import plural, quote
 
 __all__ = [
+    "OtherRankError",
     "agree_on_cost",
     "agree_on_fsdp_plan",
     "agree_on_plan",
@@ -48,6 +49,10 @@ How = Literal["max", "min", "sum"]
 _OPERATIONS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
+class OtherRankError(MeasureError):
+    """Another rank did not come. Why is known there, if it failed: of ranks that fail together, that one is named."""
+
+
 def reduce_values(values: Sequence[float], how: How, group: Group = None) -> list[float]:
     """Return the largest, smallest or sum over all ranks of each value; every rank gives equally many."""
     reduced = all_reduce(torch.tensor(values, dtype=torch.float64), _OPERATIONS[how], group)
@@ -71,9 +76,12 @@ def gather(text: str, group: Group = None) -> list[str]:
     return said
 
 
-def first_problem(problem: str, group: Group = None) -> tuple[int, str] | None:
-    """Return the first rank that has a problem, and its problem; None where no rank has one."""
-    rank = _lowest_rank(bool(problem), group)
+def first_problem(problem: str, group: Group = None, *, is_anothers: bool = False) -> tuple[int, str] | None:
+    """Return the first rank that has a problem, and its problem; None where no rank has one.
+
+    A rank whose problem ``is_anothers``, for which it waited say, comes after those that have one of their own.
+    """
+    rank = _lowest_rank(bool(problem), group, comes_later=is_anothers)
     return None if rank is None else (rank, broadcast_text(problem, rank, group))
 
 
@@ -91,14 +99,16 @@ def problem_of(error: BaseException) -> str:
 def try_together(work: Callable[[], T], group: Group = None) -> tuple[T, tuple[int, str] | None, Exception | None]:
     """Do local work on every rank; return its result, the first rank that failed and why, and this rank's own error.
 
-    The work itself must not wait for other ranks. Where a rank failed, the result is not to be used.
+    The work itself must not wait for other ranks, or only for a while: then it raises an `OtherRankError`, which is
+    told only where no rank has another error. Where a rank failed, the result is not to be used.
     """
     problem, caught, result = "", None, None
     try:
         result = work()
     except Exception as error:  # whatever it is, the other ranks must be told
         problem, caught = problem_of(error), error
-    return result, first_problem(problem, group), caught  # type: ignore[return-value]  # a T unless a rank failed
+    failed = first_problem(problem, group, is_anothers=isinstance(caught, OtherRankError))
+    return result, failed, caught  # type: ignore[return-value]  # a T unless a rank failed
 
 
 def together(work: Callable[[], T], group: Group = None) -> T:
@@ -292,9 +302,9 @@ def _first_difference(text: str, group: Group) -> int | None:
     return _lowest_rank(not torch.equal(mine, broadcast(mine, 0, group)), group)
 
 
-def _lowest_rank(is_meant: bool, group: Group) -> int | None:
-    """Return the lowest rank that means itself, if any does."""
+def _lowest_rank(is_meant: bool, group: Group, *, comes_later: bool = False) -> int | None:
+    """Return the lowest rank that means itself, if any does; one that ``comes_later`` only where no other does."""
     world = dist.get_world_size(group)
-    mine = torch.tensor([dist.get_rank(group) if is_meant else world], dtype=torch.int64)
-    found = int(all_reduce(mine, dist.ReduceOp.MIN, group).item())
-    return None if found == world else found
+    place = dist.get_rank(group) + world * comes_later if is_meant else 2 * world
+    found = int(all_reduce(torch.tensor([place], dtype=torch.int64), dist.ReduceOp.MIN, group).item())
+    return None if found == 2 * world else found % world

@@ -11,10 +11,13 @@ Both collectives carry bytes: no backend has to know the precision.
 
 [Note: float16 is scaled]
 bfloat16 has the range of fp32. float16 ends at 65504 and loses bits below 2^-14, where a gradient that was divided by
-many ranks soon is. So whoever converts multiplies by 2^k first, the power of two that brings the largest number to
-between 2^14 and 2^15, and k travels as the last number of every row: no other collective, two bytes a row. Powers of
+many ranks soon is. So whoever converts multiplies by 2^k first, the power of two that brings the largest finite number
+to between 2^14 and 2^15, and k travels as the last number of every row: no other collective, two bytes a row. Powers of
 two round nothing. Numbers keep all bits down to 2^-28 of the largest of their message (on a CPU: of their block), and
-none overflows that fp32 holds. Where something is not finite, k is 0.
+none overflows that fp32 holds, also beside one that is not finite: that one stays what it is, and k is the others'.
+
+On a CPU a second pass leaves out what is not finite, where there is any. On a GPU one has to leave it out in any case,
+since the host does not know: a copy, for a moment, of what is multiplied afterwards.
 """
 
 import math
@@ -146,9 +149,20 @@ def _parts(rows: Tensor, numbers: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def _exponent(numbers: Tensor) -> Tensor:
     """Return k of [Note: float16 is scaled]; from the bits of the largest number, which no processor rounds."""
+    field = (_largest_finite(numbers).view(torch.int32) >> 23) & 255  # it is below 2^(field - 126)
+    return 141 - field.clamp(min=15)  # at most 126: 2^-126 is no subnormal number
+
+
+def _largest_finite(numbers: Tensor) -> Tensor:
+    """Return the largest absolute value of what is finite, 0 where nothing is; nobody waits for a GPU."""
+    if not numbers.is_cuda and (largest := _largest(numbers)).isfinite():
+        return largest
+    return _largest(numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _largest(numbers: Tensor) -> Tensor:
     lowest, highest = torch.aminmax(numbers)
-    field = (torch.maximum(-lowest, highest).view(torch.int32) >> 23) & 255  # below 2^(field - 126); 255: not finite
-    return torch.where(field < 255, 141 - field.clamp(min=15), 0)  # at most 126: 2^-126 is no subnormal number
+    return torch.maximum(-lowest, highest)
 
 
 def _power(exponent: Tensor) -> Tensor:

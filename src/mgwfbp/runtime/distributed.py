@@ -300,7 +300,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             failed = give_together(handle, buckets, wires) if changes else None
             if failed is not None:
                 take_back(handle, *before)
-                raise PlanError(f"rank {failed[0]} cannot have the plan, and the one in force stays: {failed[1]}")
+                raise PlanError(
+                    f"rank {failed.rank} cannot have the plan, and the one in force stays: {failed.problem}"
+                ) from failed.caught
         self._self_tuning.stop("a plan was set by hand")
         self._handle = handle
         self._plan = agreed

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgwfbp.errors import MeasureError
+from mgwfbp.measure.agreement import OtherRankError
 
 __all__ = [
     "MOMENT_S",
@@ -155,8 +155,16 @@ def store_of(group: Any, name: str) -> Any:
 
 
 def number_beside(group: Any) -> int:
-    """Return a number for `gloo_beside` that is new on this rank: the highest over all ranks is new on all."""
-    return int(store_of(group, "beside").add(f"made by rank {group.rank()}", 1))
+    """Return a number for `gloo_beside` that is new on this rank: the highest over all ranks is new on all.
+
+    It is to be counted before anything that may fail on one rank alone, so that all ranks go on counting alike.
+    """
+    return _counted(group, 1)
+
+
+def _counted(group: Any, more: int) -> int:
+    """Return the last number of this rank, once it has counted on by so many."""
+    return int(store_of(group, "beside").add(f"made by rank {group.rank()}", more))
 
 
 def gloo_beside(group: Any, number: int | None = None) -> Any:
@@ -168,14 +176,18 @@ def gloo_beside(group: Any, number: int | None = None) -> Any:
     Args:
         group: whose ranks meet.
         number: the same on all ranks, which come from one collective, and never used before, see `number_beside`; None
-            where all calls so far have succeeded on all ranks, so that all count alike, and each comes when it sends.
+            where each comes when it sends: then it is the rank's next one, and all have counted alike, since all came
+            to calls before this one or agreed on a number since.
 
     Raises:
-        MeasureError: after `MEET_S`, or without a number the group's timeout, where another rank has not come.
+        OtherRankError: after `MEET_S`, or without a number the group's timeout, where another rank has not come.
     """
     timeout = group_timeout(group, torch.device("cpu")) or dist.default_pg_timeout
     patience = timeout if number is None else min(timeout, timedelta(seconds=MEET_S))
-    number = number_beside(group) if number is None else number
+    if number is None:
+        number = number_beside(group)
+    else:  # from which all ranks count on, also those whose own was lower
+        _counted(group, max(0, number - _counted(group, 0)))
     store = _c10d.PrefixStore(str(number), store_of(group, "beside"))
     # gloo would wait for the others as long as for a message.
     if store.add("here", 1) == group.size():
@@ -183,7 +195,7 @@ def gloo_beside(group: Any, number: int | None = None) -> Any:
     try:
         store.wait(["all here"], patience)
     except RuntimeError as error:
-        raise MeasureError(
+        raise OtherRankError(
             f"not all ranks came to make a gloo group beside {group.group_name}: one failed, or is late by "
             f"{patience.total_seconds():g} s"
         ) from error

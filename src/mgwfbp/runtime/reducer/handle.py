@@ -355,8 +355,9 @@ class ReducerHandle(Parameters):
 
     def make_wire(self) -> int:
         """Make what messages in low precision travel through; return a number that is new on this rank."""
+        number = number_beside(self.ddp.process_group)
         self._wire_group = WireGroup(self.ddp.process_group, self.parameters[0].device)
-        return number_beside(self.ddp.process_group)
+        return number
 
     def open_wire(self, number: int) -> None:
         """Let ranks meet there. All must call it once all have made it, with the highest number for all.

@@ -84,13 +84,13 @@ def _wait_for(pending: dict[int, _Gather]) -> None:
 class Shards:
     """The rows of a model's parameters that this rank owns, and the messages that bring rows to their owners and back.
 
-    See [Note: rows] and [Note: nothing is read too early].
+    See [Note: rows] and [Note: nothing is read too early]. ``number`` is as for `gloo_beside`.
     """
 
-    def __init__(self, owned: Sequence[Owned], group: Any, gather_group: Any) -> None:
+    def __init__(self, owned: Sequence[Owned], group: Any, gather_group: Any, number: int | None = None) -> None:
         self.owned = owned
         self._group, self._world, self._device = group, dist.get_world_size(group), owned[0].memory.device
-        self._reduces = Channel(group, self._device)
+        self._reduces = Channel(group, self._device, number)
         self._gathers = self._reduces if gather_group is None else Channel(gather_group, self._device)
         self._layouts: dict[tuple[int, ...], _Message] = {}  # of messages that were sent before
         # Of the reduction that is under way: what says this rank's row of it; None where every rank owns all.

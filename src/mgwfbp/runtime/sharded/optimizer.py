@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from mgwfbp.errors import ShardError
-from mgwfbp.measure.agreement import agree_on_plan, differing_field, on_device, try_together
+from mgwfbp.measure.agreement import agree_on_plan, differing_field, on_device, reduce_values, try_together
 from mgwfbp.plan import MergePlan
 from mgwfbp.runtime.distributed import DistributedDataParallel
-from mgwfbp.runtime.messages.gloo import group_timeout
+from mgwfbp.runtime.messages.gloo import group_timeout, number_beside
 from mgwfbp.runtime.reducer.kinds import read_plan
 from mgwfbp.runtime.reducer.parameters import Buckets, Parameters
 from mgwfbp.runtime.rows.rows import Owned
@@ -102,7 +102,7 @@ class ShardedOptimizer(optim.Optimizer):
         numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
         numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
         self._states = RowStates(self._inner, defaults, numbers, model.process_group)
-        self._shards = Shards(owned, model.process_group, _gather_group(model))
+        self._shards = self._shards_of(owned)
         model._shard_with(self._shards)
         for group in self.param_groups:
             group["params"] = Finished(group["params"], model.synchronize)
@@ -134,6 +134,17 @@ class ShardedOptimizer(optim.Optimizer):
         super().__init__(groups, inner.defaults)
         self._inner = inner
         self._pull()
+
+    def _shards_of(self, owned: list[Owned]) -> Shards:
+        """Make the rows, and what they travel through: over gloo a group beside the model's, for which ranks meet."""
+        group, device, number = self._model.process_group, self._model.device, None
+        if device.type != "cuda":
+            own = self._together(lambda: number_beside(group))
+            with on_device(device):
+                (highest,) = reduce_values([own], "max", group)
+            number = int(highest)
+        gather_group = _gather_group(self._model)
+        return self._together(lambda: Shards(owned, group, gather_group, number))
 
     def _agree_on(self, plan: MergePlan | str | os.PathLike[str] | None) -> MergePlan | None:
         """Return the plan that all ranks have, if any."""

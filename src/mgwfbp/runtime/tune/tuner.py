@@ -409,7 +409,7 @@ def _install(reducer: ReducerHandle, order: _Order, group: dist.ProcessGroup) ->
         return
     failed = give_together(reducer, order.buckets, wires)
     if failed is not None:
-        raise _EndError(failed[1])  # and all ranks go back
+        raise _EndError(failed.problem)  # and all ranks go back
 
 
 def _pack(subject: _Subject, order: _Order) -> dict[str, PackedSteps]:
