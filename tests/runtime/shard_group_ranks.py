@@ -1,0 +1,112 @@
+"""What ranks see of a sharded optimizer whose groups, states and modules others handle while it trains."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+from torch import nn, optim
+
+from mgwfbp import ShardedOptimizer
+from mgwfbp.errors import ShardError
+from tests.runtime.shard_ways import Way, beside_torchs, difference, error_of, sums
+
+
+def take_out_and_add_later(optimizer: Any, model: Any, step: int) -> None:
+    if step == 2:
+        optimizer.param_groups[0]["params"].pop(0)
+    if step == 4:
+        for one in model.parameters():
+            one.grad = None  # torch's of what is in no group has all that was averaged since
+    if step == 5:
+        optimizer.add_param_group({"params": [model.module.layers[0].bias], "lr": 0.01})
+
+
+def exchange(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+
+def once(edit: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Any, Any, int], None]:
+    return lambda optimizer, _, step: edit(optimizer.param_groups) if step == 2 else None
+
+
+# What people do to a list of two groups while they train.
+EDITS: dict[str, Callable[[Any, Any, int], None]] = {
+    "taken out": once(lambda groups: groups[0]["params"].pop(0)),
+    "all taken out": once(lambda groups: groups[1].update(params=[])),
+    "left by a condition": once(
+        lambda groups: groups[1].update(params=[p for p in groups[1]["params"] if p.shape[0] > 3])
+    ),
+    "moved": once(lambda groups: groups[1]["params"].append(groups[0]["params"].pop(1))),
+    "exchanged": once(exchange),
+    "reversed": once(lambda groups: groups.reverse()),
+    "a group taken out": once(lambda groups: groups.pop()),
+    "no group is left": once(lambda groups: groups.clear()),
+    "a group in another's place": once(lambda groups: groups.__setitem__(0, {**groups[0], "lr": 0.001})),
+    "added later": take_out_and_add_later,
+}
+
+
+def regrouped() -> dict[str, Any]:
+    """Groups that are edited while parameters travel, and the states that are saved and loaded then."""
+
+    def follow(edit: Callable[[Any, Any, int], None], model: Any, optimizer: Any, step: int) -> Any:
+        edit(optimizer, model, step)
+        if step < 4:  # steps follow edits, too
+            return None
+        try:
+            state = copy.deepcopy(optimizer.state_dict())
+        except (KeyError, ShardError):  # of what is in no group any more
+            return "refused"
+        optimizer.load_state_dict(state)
+        return [(number, sums(map(torch.as_tensor, one.values()))) for number, one in sorted(state["state"].items())]
+
+    ways = {"all": Way(groups=True), "half": Way(groups=True, gathered=0.5), "AdamW": Way(optim.AdamW, {}, groups=True)}
+    return {
+        f"{name}, {kind}": beside_torchs(replace(way, between=partial(follow, edit)), 8)
+        for name, edit in EDITS.items()
+        for kind, way in ways.items()
+    }
+
+
+def misgrouped() -> dict[str, Any]:
+    """Groups that cannot be are refused by all that would use them, and nothing changes."""
+    said: dict[str, Any] = {}
+
+    def spoil(_: Any, optimizer: Any, step: int) -> None:
+        if step != 2 or not isinstance(optimizer, ShardedOptimizer):
+            return
+        first, second = optimizer.param_groups
+        held = [one.detach().clone() for group in optimizer.param_groups for one in group["params"]]
+        first["params"].append(nn.Parameter(torch.zeros(3)))
+        said["a stranger"] = error_of(optimizer.step)
+        said["to save"] = error_of(optimizer.state_dict)
+        said["to clip"] = error_of(lambda: optimizer.clip_grad_norm_(1.0))
+        first["params"].pop()
+        first["params"].append(second["params"][0])
+        said["twice"] = error_of(optimizer.step)
+        first["params"][-1] = "a name"
+        said["no tensor"] = error_of(optimizer.step)
+        kept, first["params"] = first["params"][:-1], set(second["params"])
+        said["a set"] = error_of(optimizer.step)
+        first["params"] = kept
+        momentum = first.pop("momentum")
+        said["no option"] = error_of(optimizer.step)
+        first["momentum"] = momentum
+        said["added twice"] = error_of(lambda: optimizer.add_param_group({"params": kept[:1]}))
+        said["added"] = error_of(lambda: optimizer.add_param_group({"params": nn.Parameter(torch.zeros(3))}))
+        taken = kept.pop(0)
+        first["params"] = kept
+        said["unlisted"] = error_of(optimizer.state_dict)
+        first["params"].insert(0, taken)
+        said["then"] = error_of(optimizer.state_dict)
+        now = [one.detach() for group in optimizer.param_groups for one in group["params"]]
+        said["unchanged"] = difference(now, held) == 0.0
+
+    return {"said": said, "difference": beside_torchs(Way(groups=True, between=spoil), 6)}
+
+
+SCENARIOS = (regrouped, misgrouped)
