@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.distributed.tensor
 from torch import nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgwfbp import ShardedOptimizer
 from mgwfbp.errors import ShardError
+from tests.runtime.models import Shared
 from tests.runtime.shard_ways import Way, beside_torchs, difference, error_of, sums
 
 
@@ -109,4 +112,33 @@ def misgrouped() -> dict[str, Any]:
     return {"said": said, "difference": beside_torchs(Way(groups=True, between=spoil), 6)}
 
 
-SCENARIOS = (regrouped, misgrouped)
+class Noting(TorchDispatchMode):
+    """Notes what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.noted.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def under_modes() -> dict[str, Any]:
+    """Modules that are run while parameters travel, under modes that pretend to compute or note what is computed."""
+
+    def pretend(model: Any, *_: Any) -> list[int]:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return list(model.module(torch.ones(4, 6)).shape)
+
+    def note(model: Any, *_: Any) -> list[str]:
+        mode = Noting()
+        with mode:
+            model.module(torch.ones(4, 6))
+        return mode.noted
+
+    ways: dict[str, Callable[..., Any]] = {"pretending": pretend, "noting": note}
+    return {name: beside_torchs(Way(model=Shared, between=between), steps=6) for name, between in ways.items()}
+
+
+SCENARIOS = (regrouped, misgrouped, under_modes)
