@@ -62,7 +62,11 @@ class RowStates:
         return packed
 
     def take_whole(self, state_dict: dict[str, Any]) -> None:
-        """Keep this rank's rows of such a state dict."""
+        """Keep this rank's rows of such a state dict.
+
+        Raises:
+            ShardError: before anything is taken, where a parameter had another shape.
+        """
         state, groups = dict(state_dict["state"]), state_dict["param_groups"]
         is_alike = len(groups) == len(self._inner.param_groups)  # else torch says what is wrong
         keys = self._elementwise_keys(groups) if is_alike else set[str]()
@@ -72,7 +76,7 @@ class RowStates:
         for name, owned in found:
             if name in state:
                 state[name] = {
-                    key: owned.part_of(value) if key in keys else value for key, value in state[name].items()
+                    key: _part_of(owned, value) if key in keys else value for key, value in state[name].items()
                 }
         self._inner.load_state_dict({**state_dict, "state": state})
 
@@ -168,6 +172,14 @@ class RowStates:
         made = type(self._inner)(groups, **self._defaults)
         step_alone(made)
         return dict(made.state)
+
+
+def _part_of(owned: Owned, value: Any) -> Any:
+    """Return this rank's row of what an optimizer has of a parameter, some of which is None in states of old torchs."""
+    if not isinstance(value, Tensor):
+        return value
+    _refuse_shape(owned, value.shape)
+    return owned.part_of(value)
 
 
 def _refuse_shape(owned: Owned, shape: Sequence[int]) -> None:
