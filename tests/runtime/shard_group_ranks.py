@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgwfbp import ShardedOptimizer
 from mgwfbp.errors import ShardError
 from tests.runtime.models import Shared
-from tests.runtime.shard_ways import Way, beside_torchs, difference, error_of, sums
+from tests.runtime.shard_ways import OPTIMIZERS, Way, beside_torchs, difference, error_of, sums, train
 
 
 def take_out_and_add_later(optimizer: Any, model: Any, step: int) -> None:
@@ -141,4 +141,21 @@ def under_modes() -> dict[str, Any]:
     return {name: beside_torchs(Way(model=Shared, between=between), steps=6) for name, between in ways.items()}
 
 
-SCENARIOS = (regrouped, misgrouped, under_modes)
+def inferred() -> dict[str, Any]:
+    """States that are saved and loaded in inference mode, and steps after that, beside torch's."""
+
+    def save_and_load(_: Any, optimizer: Any, step: int) -> None:
+        with torch.inference_mode():
+            optimizer.load_state_dict(optimizer.state_dict())
+            if step % 2 and isinstance(optimizer, ShardedOptimizer) and hasattr(torch.distributed.tensor, "DTensor"):
+                optimizer.load_sharded_state_dict(optimizer.sharded_state_dict())
+
+    names = ("momentum", "AdamW", "ASGD")
+    found = {name: beside_torchs(replace(OPTIMIZERS[name], between=save_and_load), steps=6) for name in names}
+    _, _, (_, ours) = train(OPTIMIZERS["AdamW"], sharded=True, steps=2)
+    with torch.inference_mode():
+        state = ours.state_dict()["state"]
+    return {**found, "inference": sum(value.is_inference() for one in state.values() for value in one.values())}
+
+
+SCENARIOS = (regrouped, misgrouped, under_modes, inferred)

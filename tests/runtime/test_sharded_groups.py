@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
-    scenarios = ["regrouped", "misgrouped", "under_modes"]
+    scenarios = ["regrouped", "misgrouped", "under_modes", "inferred"]
     return run_ranks("tests.runtime.shard_ranks", scenarios, tmp_path_factory.mktemp("two"), 2)
 
 
@@ -50,6 +50,11 @@ def test_groups_that_cannot_be_are_one_line_before_anything_is_updated(two: list
 def test_modes_see_of_a_module_what_they_see_with_torchs_class_and_no_parameter_is_lost(two: list[Any]) -> None:
     for found in two:
         assert found["under_modes"] == {"pretending": 0.0, "noting": 0.0}
+
+
+def test_states_that_are_saved_and_loaded_in_inference_mode_go_on(two: list[Any]) -> None:
+    for found in two:
+        assert found["inferred"] == {"momentum": 0.0, "AdamW": 0.0, "ASGD": 0.0, "inference": 0}
 
 
 def test_who_takes_a_parameter_out_of_a_groups_list_or_compares_it_waits_and_who_puts_one_in_does_not() -> None:

@@ -25,7 +25,8 @@ def step_alone(optimizer: Optimizer) -> None:
 class RowStates:
     """The state of an optimizer that was given rows, ``inner``, made with these ``defaults``.
 
-    ``owned`` is what this rank owns, by the id of the parameter. ``group`` has all ranks.
+    ``owned`` is what this rank owns, by the id of the parameter. ``group`` has all ranks. Tensors are made outside of
+    an inference mode that a caller is in, for no optimizer could update them later.
     """
 
     def __init__(self, inner: Optimizer, defaults: dict[str, Any], owned: Mapping[int, Owned], group: Any) -> None:
@@ -42,6 +43,8 @@ class RowStates:
         """What this rank owns of the parameters that the groups list."""
         return [owned for _, owned in self._numbered]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def whole(self) -> dict[str, Any]:
         """Return the state dict that the plain optimizer would have. All ranks must call it.
 
@@ -61,6 +64,8 @@ class RowStates:
                 }
         return packed
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def take_whole(self, state_dict: dict[str, Any]) -> None:
         """Keep this rank's rows of such a state dict.
 
@@ -89,6 +94,8 @@ class RowStates:
                     "one, or delete optimizer.state[parameter], before states are saved"
                 )
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def sharded(self, *, to_load: bool) -> dict[str, Any]:
         """Return state by the names of parameters, each tensor a flat `DTensor` of which a rank has its row.
 
@@ -119,6 +126,8 @@ class RowStates:
                 state[owned.name][LAYOUT] = None if to_load else owned.layout
         return state
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def take_sharded(self, state: dict[str, Any]) -> None:
         """Take what `sharded` gave to load, filled; a parameter that was not filled has no state. All ranks must.
 
