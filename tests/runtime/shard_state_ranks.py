@@ -130,7 +130,13 @@ def misfit() -> dict[str, Any]:
     fewer["param_groups"][0]["params"].pop()
     before = copy.deepcopy(ours.state_dict())
     said = [[error_of(partial(one.load_state_dict, state)) for state in (other, fewer)] for one in (ours, plain)]
-    return {"ours": said[0], "torch's": said[1], "unchanged": alike(ours.state_dict(), before)}
+    shapes = {}
+    for name, shape in (("one row", (1, 12)), ("one number", ()), ("turned", (12, 3))):
+        wrong = copy.deepcopy(plain.state_dict())
+        wrong["state"][8]["exp_avg_sq"] = torch.ones(shape)
+        wrong["state"][0]["exp_avg"] += 1
+        shapes[name] = error_of(partial(ours.load_state_dict, wrong))
+    return {"ours": said[0], "torch's": said[1], "shapes": shapes, "unchanged": alike(ours.state_dict(), before)}
 
 
 def edited() -> dict[str, Any]:

@@ -247,6 +247,17 @@ def test_a_state_of_other_groups_is_refused_in_torchs_words_and_changes_nothing(
         assert found["unchanged"]
 
 
+def test_a_state_of_another_shape_is_refused_and_never_taken_for_one_that_is_the_same_in_all_rows(
+    two: list[Any],
+) -> None:
+    shapes = {"one row": "[1, 12]", "one number": "[]", "turned": "[12, 3]"}
+    for found in (rank["misfit"] for rank in two):
+        for name, shape in shapes.items():
+            assert (
+                f"the state of head.weight is of shape {shape}, and the parameter of [3, 12]" in found["shapes"][name]
+            )
+
+
 def test_torchs_own_functions_for_checkpoints_see_the_plain_optimizers_state(two: list[Any]) -> None:
     for found in (rank["by_torchs_functions"] for rank in two):
         for name, one in found.items():
@@ -344,7 +355,7 @@ def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list
         assert "all backward passes but the last inside model.no_sync()" in found["no zero_grad"]
         assert "the process group cannot be changed" in found["other group"]
         assert "join() cannot be with a sharded optimizer" in found["join"]
-        assert "make a new one with other groups" in found["add"]
+        assert "a parameter of shape [1] is not one that the model averages gradients of" in found["add"]
         assert "the model is captured in a CUDA graph" in found["captured"]
         for name, parameter in (("moved", "head.weight"), ("assigned", "layers.0.weight")):
             assert f"the parameter {parameter} is another, or has other memory, than when" in found[name]

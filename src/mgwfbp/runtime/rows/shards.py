@@ -20,6 +20,7 @@ from mgwfbp.measure.halves import GATHER, REDUCE, all_gather, reduce_scatter, ta
 from mgwfbp.runtime.messages.channel import Channel, Tensors, work_of
 from mgwfbp.runtime.messages.stand_ins import MessageGroup
 from mgwfbp.runtime.rows.guards import Guards
+from mgwfbp.runtime.rows.modes_private import without_modes
 from mgwfbp.runtime.rows.rows import Owned, Rows
 from mgwfbp.runtime.rows.spread import SpreadGradient
 from mgwfbp.units import quote
@@ -270,7 +271,8 @@ class Shards:
                 gather.noted.ask()
             # On the stream that the optimizer ran on, whoever asks first: others that read parameters wait for that
             # one, as they would with any optimizer, and do not know of the one that asked.
-            with nullcontext() if gather.stream is None else torch.cuda.stream(gather.stream), torch.no_grad():
+            on_stream = nullcontext() if gather.stream is None else torch.cuda.stream(gather.stream)
+            with on_stream, torch.no_grad(), without_modes():
                 gather.arrives.wait()
                 gather.message.unpack(gather.rows)
             if gather.stream is not None:

@@ -10,7 +10,7 @@ from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.reducer.parameters import uncompiled
 from mgwfbp.runtime.sharded.refusals import problem_of_sharding
 
-__all__ = ["Params", "checked_groups", "fields_of", "names_of"]
+__all__ = ["Params", "checked_groups", "fields_of", "in_order", "names_of"]
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -30,12 +30,12 @@ def checked_groups(
 
 
 def _groups(params: Params) -> list[dict[str, Any]]:
-    listed = _listed(params)
+    listed = in_order(params)
     if not listed or not isinstance(listed[0], dict):
         listed = [{"params": listed}]
     found = []
     for group in listed:
-        given = [group["params"]] if isinstance(group["params"], Tensor) else _listed(group["params"])
+        given = [group["params"]] if isinstance(group["params"], Tensor) else in_order(group["params"])
         if given and all(isinstance(one, tuple) for one in given):  # with names, as torch takes them since 2.6
             group = {**group, "param_names": [name for name, _ in given]}
             given = [parameter for _, parameter in given]
@@ -43,7 +43,12 @@ def _groups(params: Params) -> list[dict[str, Any]]:
     return found
 
 
-def _listed(params: Iterable[Any]) -> list[Any]:
+def in_order(params: Iterable[Any]) -> list[Any]:
+    """Return the list of what was given.
+
+    Raises:
+        ShardError: where it has no order.
+    """
     if isinstance(params, Set):
         raise ShardError("parameters are given as a set, which has another order on every rank: give a list")
     return list(params)

@@ -23,8 +23,8 @@ from mgwfbp.runtime.rows.rows import Owned
 from mgwfbp.runtime.rows.shards import Shards
 from mgwfbp.runtime.rows.spread import SpreadGradient
 from mgwfbp.runtime.sharded.clipping import clip_rows
-from mgwfbp.runtime.sharded.groups import Params, checked_groups, fields_of, names_of
-from mgwfbp.runtime.sharded.refusals import take_parameters
+from mgwfbp.runtime.sharded.groups import Params, checked_groups, fields_of, in_order, names_of
+from mgwfbp.runtime.sharded.refusals import problem_of_groups, take_parameters
 from mgwfbp.runtime.sharded.state import RowStates, step_alone
 from mgwfbp.runtime.sharded.views import Finished, States
 
@@ -50,8 +50,9 @@ class ShardedOptimizer(optim.Optimizer):
 
     After a backward pass that averaged gradients ``parameter.grad`` can only be set to None: no rank has all of it, and
     whatever else uses it fails. Clip with `clip_grad_norm_`. ``no_sync``, autocast, `torch.amp.GradScaler`,
-    learning-rate schedulers and parameter groups work as always. Whoever holds parameters in a list of their own, and
-    reads one between `step` and the forward pass that uses it, calls ``model.synchronize()`` first.
+    learning-rate schedulers and parameter groups, which may be edited alike on all ranks, work as always. Whoever holds
+    parameters in a list of their own, and reads one between `step` and the forward pass that uses it, calls
+    ``model.synchronize()`` first.
 
     All ranks must make it, and call `step`, `clip_grad_norm_` and `state_dict`.
 
@@ -97,15 +98,12 @@ class ShardedOptimizer(optim.Optimizer):
             differing = differing_field(fields_of(self._inner, groups, model.module), model.process_group)
         if differing:
             raise ShardError(f"{differing}: give all ranks the same optimizer, and parameters in one order")
-        frozen = [one for group in groups for one in group["params"] if id(one) not in self._owned]
-        self._frozen = list(zip(names_of(frozen, model.module), frozen, strict=True))
-        numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
-        numbers = [(number, self._owned[id(one)]) for number, one in numbered if id(one) in self._owned]
-        self._states = RowStates(self._inner, defaults, numbers, model.process_group)
+        self._states = RowStates(self._inner, defaults, self._owned, model.process_group)
         self._shards = self._shards_of(owned)
         model._shard_with(self._shards)
         for group in self.param_groups:
             group["params"] = Finished(group["params"], model.synchronize)
+        self._take_listed()
         if given is not None:
             model.replan(replace(given, predicted={}))
         take_parameters(self, own.parameters)
@@ -186,9 +184,41 @@ class ShardedOptimizer(optim.Optimizer):
             self._inner.state.clear()
 
     def _push(self) -> None:
-        """Tell the optimizer of the rows what was set here: a scheduler sets learning rates."""
-        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update((key, value) for key, value in mine.items() if key != "params")
+        """Give the optimizer of the rows the groups that are here: schedulers set options, and people edit lists.
+
+        Raises:
+            ShardError: where they have what they cannot; nothing has changed then.
+        """
+        if not self._is_as_listed():
+            self._follow()
+        pairs = zip(self.param_groups, self._rows, strict=True)
+        self._inner.param_groups = [{**group, "params": rows} for group, rows in pairs]
+
+    def _is_as_listed(self) -> bool:
+        """Say whether groups list what they listed before, and have what options there are."""
+        return len(self.param_groups) == len(self._listed) and all(
+            isinstance(found := group.get("params"), Finished)
+            and found.holds(known)
+            and group.keys() >= self.defaults.keys()
+            for group, known in zip(self.param_groups, self._listed, strict=True)
+        )
+
+    def _follow(self) -> None:
+        """Have what groups that were edited list now."""
+        for group in self.param_groups:
+            if "params" in group and not isinstance(group["params"], Finished):
+                group["params"] = Finished(in_order(group["params"]), self._model.synchronize)
+        if problem := problem_of_groups(self.param_groups, self._owned, self.defaults):
+            raise ShardError(problem)
+        self._take_listed()
+
+    def _take_listed(self) -> None:
+        """Note what the groups list. No state moves: it is that of a row, whichever group has the parameter."""
+        self._listed = [list(group["params"]) for group in self.param_groups]
+        self._rows = [list(map(self._row, some)) for some in self._listed]
+        self._states.number(chain.from_iterable(self._listed))
+        frozen = [one for one in chain.from_iterable(self._listed) if id(one) not in self._owned]
+        self._frozen = list(zip(names_of(frozen, self._model.module), frozen, strict=True))
 
     def _pull(self) -> None:
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -206,18 +236,18 @@ class ShardedOptimizer(optim.Optimizer):
         Args:
             closure: computes the loss anew, as with torch's optimizers.
         """
-        self._refuse_thawed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._push()
+        self._refuse_thawed()
         if self._is_to_make_state():
             self._states.begin()
             return loss
         self._shards.finish_all()
         self._shards.check_memory(self._model.module)
         self._shards.take_gradients()
-        self._push()
         step_alone(self._inner)
         self._pull()
         self._shards.gather(self._groups_to_gather)
@@ -238,8 +268,10 @@ class ShardedOptimizer(optim.Optimizer):
         """
         if self._inner.state or any(group["lr"] for group in self.param_groups):
             return False
-        grads = [one.parameter.grad for one in self._owned.values()]
-        return all(grad is not None and not isinstance(grad, SpreadGradient) and not grad.any() for grad in grads)
+        grads = [one.parameter.grad for one in self._states.listed]
+        return bool(grads) and all(
+            grad is not None and not isinstance(grad, SpreadGradient) and not grad.any() for grad in grads
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they become None in either case, for no rank has one to set to 0."""
@@ -264,16 +296,22 @@ class ShardedOptimizer(optim.Optimizer):
         Returns:
             The norm before.
         """
+        self._push()
         self._refuse_thawed()
         self._shards.take_gradients()
         owned, group = list(self._owned.values()), self._model.process_group
         return clip_rows(owned, group, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while it is made; later there is nothing to add, since it has all parameters."""
-        if getattr(self, "_is_made", False):
-            raise ShardError("the optimizer has all parameters of the model: make a new one with other groups")
+        """Add a group, as with torch's optimizers: of parameters of the model that are in no other group any more."""
         super().add_param_group(param_group)
+        if not getattr(self, "_is_made", False):
+            return
+        try:
+            self._follow()
+        except ShardError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's would be: the state of whole parameters. All ranks must call it.
@@ -295,6 +333,7 @@ class ShardedOptimizer(optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of whole parameters, and keep this rank's rows of it; hooks are called as torch calls them."""
+        self._push()
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
@@ -314,6 +353,7 @@ class ShardedOptimizer(optim.Optimizer):
             to_load: return a state of zeros for `torch.distributed.checkpoint.load` to fill, which cuts rows anew for
                 any number of ranks; then call `load_sharded_state_dict`.
         """
+        self._push()
         options = [{key: value for key, value in one.items() if key != "params"} for one in self.param_groups]
         numbered = {str(number): one for number, one in enumerate(options)}
         return {"state": self._states.sharded(to_load=to_load), "param_groups": numbered}
@@ -324,6 +364,7 @@ class ShardedOptimizer(optim.Optimizer):
 
         All ranks must call it. A parameter of which the checkpoint has no state has none then.
         """
+        self._push()
         self._states.take_sharded(state_dict["state"])
         for number, group in enumerate(self.param_groups):
             group.update(state_dict["param_groups"][str(number)])

@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, optim
@@ -12,10 +13,10 @@ from mgwfbp.runtime.distributed import DistributedDataParallel
 from mgwfbp.runtime.messages.gloo import sends_over_gloo
 from mgwfbp.runtime.reducer.parameters import Parameters
 from mgwfbp.runtime.reducer.support import cannot_hold, lacks, missing
-from mgwfbp.runtime.rows.rows import is_dense
+from mgwfbp.runtime.rows.rows import Owned, is_dense
 from mgwfbp.units import quote
 
-__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "problem_of_sharding", "take_parameters"]
+__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "problem_of_groups", "problem_of_sharding", "take_parameters"]
 
 # What updates every number by itself, so that it may be given rows of parameters.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -63,6 +64,32 @@ def problem_of_sharding(
     return _cannot_shard(model) or _problem_with_parameters(model._handle or Parameters(model), groups)
 
 
+def problem_of_groups(groups: list[dict[str, Any]], owned: Mapping[int, Owned], needed: Iterable[str]) -> str:
+    """Say why an optimizer cannot have these groups once it was made; empty where it can.
+
+    ``owned`` is what a rank owns by the id of the parameter; ``needed`` are the options that a group must have.
+    """
+    for number, group in enumerate(groups):
+        if absent := [key for key in ("params", *needed) if key not in group]:
+            return f"group {number} has no {absent[0]!r}: give it, or call add_param_group(), which does"
+    listed = [one for group in groups for one in group["params"]]
+    if problem := _problem_with_listed(listed, owned):
+        return problem
+    counts = Counter(map(id, listed))
+    if repeated := [one.name for place, one in owned.items() if counts[place] > 1]:
+        return f"the parameter {repeated[0]} is listed more than once: list it in one group"
+    return ""
+
+
+def _problem_with_listed(listed: list[Any], known: Container[int]) -> str:
+    """Say what in groups is no parameter; ``known`` are the ids of those that the model averages gradients of."""
+    if odd := [one for one in listed if not isinstance(one, Tensor)]:
+        return f"a parameter is {quote(odd[0])}, expected a tensor"
+    if strangers := [one for one in listed if id(one) not in known and one.requires_grad]:
+        return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
+    return ""
+
+
 def _cannot_shard(model: DistributedDataParallel) -> str:
     """Say why no sharded optimizer can have a model's gradients; empty where one can."""
     if absent := missing():
@@ -83,10 +110,8 @@ def _cannot_shard(model: DistributedDataParallel) -> str:
 def _problem_with_parameters(own: Parameters, groups: list[dict[str, Any]]) -> str:
     listed = [one for group in groups for one in group["params"]]
     given, names = set(map(id, listed)), dict(zip(map(id, own.parameters), own.names, strict=True))
-    if odd := [one for one in listed if not isinstance(one, Tensor)]:
-        return f"a parameter is {quote(odd[0])}, expected a tensor"
-    if strangers := [one for one in listed if id(one) not in names and one.requires_grad]:
-        return f"a parameter of shape {list(strangers[0].shape)} is not one that the model averages gradients of"
+    if problem := _problem_with_listed(listed, names):
+        return problem
     if absent := [name for place, name in names.items() if place not in given]:
         return f"the parameter {absent[0]} is trained by the model and was not given: give all of them"
     if any(own.sparse):

@@ -1,6 +1,6 @@
 """The state of an optimizer of rows, as that of whole parameters or as shards: `RowStates`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,22 +25,38 @@ def step_alone(optimizer: Optimizer) -> None:
 class RowStates:
     """The state of an optimizer that was given rows, ``inner``, made with these ``defaults``.
 
-    ``owned`` is what this rank owns, by the number that a state dict has for the parameter. ``group`` has all ranks.
+    ``owned`` is what this rank owns, by the id of the parameter. ``group`` has all ranks. Tensors are made outside of
+    an inference mode that a caller is in, for no optimizer could update them later.
     """
 
-    def __init__(
-        self, inner: Optimizer, defaults: dict[str, Any], owned: Sequence[tuple[int, Owned]], group: Any
-    ) -> None:
+    def __init__(self, inner: Optimizer, defaults: dict[str, Any], owned: Mapping[int, Owned], group: Any) -> None:
         self._inner, self._defaults, self._owned, self._group = inner, defaults, owned, group
+        self._numbered: list[tuple[int, Owned]] = []  # by the number that a state dict has for the parameter
 
+    def number(self, parameters: Iterable[Tensor]) -> None:
+        """Give what the groups list its numbers, in their order; what is in none has no number."""
+        numbered = enumerate(map(id, parameters))
+        self._numbered = [(number, self._owned[one]) for number, one in numbered if one in self._owned]
+
+    @property
+    def listed(self) -> list[Owned]:
+        """What this rank owns of the parameters that the groups list."""
+        return [owned for _, owned in self._numbered]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def whole(self) -> dict[str, Any]:
         """Return the state dict that the plain optimizer would have. All ranks must call it.
 
         What is gathered goes to the host tensor by tensor: a GPU may have no room for all. Loading moves it back.
+
+        Raises:
+            ShardError: where a parameter has a state and is in no group, so that it has no number.
         """
+        self._refuse_unlisted()
         packed = self._inner.state_dict()
         keys = self._elementwise_keys(self._inner.param_groups)
-        for number, owned in self._owned:
+        for number, owned in self._numbered:
             if number in packed["state"]:
                 packed["state"][number] = {
                     key: owned.whole(value, self._group).cpu() if key in keys else value
@@ -48,35 +64,57 @@ class RowStates:
                 }
         return packed
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def take_whole(self, state_dict: dict[str, Any]) -> None:
-        """Keep this rank's rows of such a state dict."""
+        """Keep this rank's rows of such a state dict.
+
+        Raises:
+            ShardError: before anything is taken, where a parameter had another shape.
+        """
         state, groups = dict(state_dict["state"]), state_dict["param_groups"]
         is_alike = len(groups) == len(self._inner.param_groups)  # else torch says what is wrong
         keys = self._elementwise_keys(groups) if is_alike else set[str]()
         # Torch has them numbered, and names of its own where it makes a state dict itself.
         called = list(chain.from_iterable(group["params"] for group in groups))
-        for number, owned in self._owned:
-            if number < len(called) and (name := called[number]) in state:  # else torch says what is wrong
+        found = [(called[number], owned) for number, owned in self._numbered if number < len(called)]
+        for name, owned in found:
+            if name in state:
                 state[name] = {
-                    key: owned.part_of(value) if key in keys else value for key, value in state[name].items()
+                    key: _part_of(owned, value) if key in keys else value for key, value in state[name].items()
                 }
         self._inner.load_state_dict({**state_dict, "state": state})
 
+    def _refuse_unlisted(self) -> None:
+        listed = set(map(id, self.listed))
+        for owned in self._owned.values():
+            if owned.row in self._inner.state and id(owned) not in listed:
+                raise ShardError(
+                    f"the parameter {owned.name} has a state and is in no group of the optimizer: put it back into "
+                    "one, or delete optimizer.state[parameter], before states are saved"
+                )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def sharded(self, *, to_load: bool) -> dict[str, Any]:
         """Return state by the names of parameters, each tensor a flat `DTensor` of which a rank has its row.
 
         What has a state also has its parameter's shape and strides, by which rows are laid out. With ``to_load`` they
         are None, so that what a file does not have can be told, and tensors are zeros, in other memory than the
         optimizer's. All ranks must call it.
+
+        Raises:
+            ShardError: where a parameter has a state and is in no group.
         """
+        self._refuse_unlisted()
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard  # since torch 2.5
 
-        mesh = DeviceMesh.from_group(self._group, self._owned[0][1].memory.device.type)
+        mesh = DeviceMesh.from_group(self._group, next(iter(self._owned.values())).memory.device.type)
         keys = self._elementwise_keys(self._inner.param_groups)
         states = self._after_an_empty_step() if to_load else self._inner.state
         state: dict[str, Any] = {}
-        for _, owned in self._owned:
+        for owned in self.listed:
             size = torch.Size([owned.memory.numel()])
             state[owned.name] = {
                 key: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
@@ -88,21 +126,20 @@ class RowStates:
                 state[owned.name][LAYOUT] = None if to_load else owned.layout
         return state
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def take_sharded(self, state: dict[str, Any]) -> None:
         """Take what `sharded` gave to load, filled; a parameter that was not filled has no state. All ranks must.
 
         Raises:
             ShardError: before anything is taken, where a parameter had another shape.
         """
-        layouts = {owned.name: state.get(owned.name, {}).get(LAYOUT) for _, owned in self._owned}
-        for _, owned in self._owned:
-            if (layout := layouts[owned.name]) is not None and tuple(layout[0]) != owned.layout[0]:
-                raise ShardError(
-                    f"the state of {owned.name} is of shape {list(layout[0])}, and the parameter of "
-                    f"{list(owned.layout[0])}: load it into the model that it was saved of"
-                )
+        layouts = {owned.name: state.get(owned.name, {}).get(LAYOUT) for owned in self.listed}
+        for owned in self.listed:
+            if (layout := layouts[owned.name]) is not None:
+                _refuse_shape(owned, layout[0])
         keys = self._elementwise_keys(self._inner.param_groups)
-        for _, owned in self._owned:
+        for owned in self.listed:
             self._inner.state.pop(owned.row, None)
             if (layout := layouts[owned.name]) is None:
                 continue
@@ -119,9 +156,9 @@ class RowStates:
 
     def _after_an_empty_step(self) -> dict[Tensor, dict[str, Any]]:
         """Return by row what the optimizer's state is like, with other tensors than its own."""
-        copies = {id(one.row): torch.zeros_like(one.row).requires_grad_() for _, one in self._owned}
+        copies = {id(one.row): torch.zeros_like(one.row).requires_grad_() for one in self.listed}
         states = self._state_after_a_step(self._inner.param_groups, lambda row: copies.get(id(row)))
-        return {one.row: states.get(copies[id(one.row)], {}) for _, one in self._owned}  # plain SGD has none
+        return {one.row: states.get(copies[id(one.row)], {}) for one in self.listed}  # plain SGD has none
 
     def _elementwise_keys(self, options: Sequence[dict[str, Any]]) -> set[str]:
         """Return what of a state has a number for each of a parameter; a count of steps, say, has one for all."""
@@ -139,6 +176,24 @@ class RowStates:
             groups.append({**{key: group[key] for key in group if key != "param_names"}, "params": stand_ins})
             for one in stand_ins:
                 one.grad = torch.zeros_like(one)
-        made = type(self._inner)([group for group in groups if group["params"]], **self._defaults)
+        if not (groups := [group for group in groups if group["params"]]):
+            return {}
+        made = type(self._inner)(groups, **self._defaults)
         step_alone(made)
         return dict(made.state)
+
+
+def _part_of(owned: Owned, value: Any) -> Any:
+    """Return this rank's row of what an optimizer has of a parameter, some of which is None in states of old torchs."""
+    if not isinstance(value, Tensor):
+        return value
+    _refuse_shape(owned, value.shape)
+    return owned.part_of(value)
+
+
+def _refuse_shape(owned: Owned, shape: Sequence[int]) -> None:
+    if tuple(shape) != owned.layout[0]:
+        raise ShardError(
+            f"the state of {owned.name} is of shape {list(shape)}, and the parameter of {list(owned.layout[0])}: load "
+            "it into the model that it was saved of"
+        )

@@ -1,6 +1,7 @@
 """What an optimizer of rows shows of whole parameters: the lists of its groups, `Finished`, and its `States`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any, SupportsIndex
 
 from torch import Tensor
@@ -11,12 +12,26 @@ from mgwfbp.runtime.rows.rows import Owned
 __all__ = ["Finished", "States"]
 
 
+def _finishing(name: str) -> Any:
+    """Return a method of a list that gives parameters away or compares them: once they are finished."""
+
+    def call(self: "Finished", *arguments: Any, **named: Any) -> Any:
+        self._finish()
+        return getattr(list, name)(self, *arguments, **named)
+
+    return call
+
+
 class Finished(list[Any]):
     """The parameters of a group, all of which are finished before Python gets one. Its copy is an ordinary list."""
 
     def __init__(self, parameters: Iterable[Tensor], finish: Callable[[], None]) -> None:
         super().__init__(parameters)
         self._finish = finish
+
+    def holds(self, known: Sequence[Tensor]) -> bool:
+        """Say whether these are the parameters, of which none is finished for it; asked in each step."""
+        return len(self) == len(known) and all(map(is_, super().__iter__(), known))
 
     def __iter__(self) -> Iterator[Any]:
         self._finish()
@@ -35,6 +50,17 @@ class Finished(list[Any]):
 
     def __radd__(self, other: Any) -> list[Any]:
         return [*other, *self]
+
+    pop = _finishing("pop")
+    remove = _finishing("remove")
+    index = _finishing("index")
+    count = _finishing("count")
+    sort = _finishing("sort")
+    __contains__ = _finishing("__contains__")
+    __eq__ = _finishing("__eq__")
+    __ne__ = _finishing("__ne__")
+    __mul__ = _finishing("__mul__")
+    __rmul__ = _finishing("__rmul__")
 
     def copy(self) -> list[Any]:
         """Return an ordinary list."""
