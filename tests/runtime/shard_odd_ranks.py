@@ -244,7 +244,7 @@ def loud() -> dict[str, Any]:
     model(x).sum().backward()
     found["assigned"] = error_of(optimizer.step)
     module.head.weight = kept
-    module.head.weight.data = module.head.weight.data.clone()
+    module.head.weight.data = module.head.weight.data.double()
     found["moved"] = error_of(optimizer.step)
     return found
 

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from tests.runtime import shard_group_ranks, shard_odd_ranks, shard_plan_ranks, shard_read_ranks, shard_state_ranks
+from tests.runtime import (
+    shard_group_ranks,
+    shard_memory_ranks,
+    shard_odd_ranks,
+    shard_plan_ranks,
+    shard_read_ranks,
+    shard_state_ranks,
+)
 from tests.runtime.launch import be_rank
 from tests.runtime.shard_ways import MODES, OPTIMIZERS, STEPS, Channels, Way, beside_torchs, difference, train
 
@@ -67,7 +74,14 @@ def in_double() -> dict[str, Any]:
     return {name: beside_torchs(replace(way, dtype=torch.float64), steps=12) for name, way in some.items()}
 
 
-_MODULES = (shard_plan_ranks, shard_read_ranks, shard_state_ranks, shard_odd_ranks, shard_group_ranks)
+_MODULES = (
+    shard_plan_ranks,
+    shard_read_ranks,
+    shard_state_ranks,
+    shard_odd_ranks,
+    shard_group_ranks,
+    shard_memory_ranks,
+)
 SCENARIOS = {one.__name__: one for one in (optimizers, modes, clipped, in_single, in_double)} | {
     one.__name__: one for module in _MODULES for one in module.SCENARIOS
 }

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mgwfbp.runtime.rows.shards
 from mgwfbp import DistributedDataParallel, MergePlan, ShardedOptimizer
+from tests.runtime.holders import HOLDERS, Scaled
 from tests.runtime.models import Mlp, make_plan
 from tests.runtime.shard_ways import Attention, Recurrent, Way, beside_torchs, difference, sums, train
 
@@ -285,6 +286,24 @@ class Listing(Plain):
         self.listed = list(self.parameters())
 
 
+def held_otherwise() -> dict[str, float]:
+    """Forward passes that begin with a parameter which they do not ask a module for, and which comes late."""
+    makers: dict[str, Callable[[], nn.Module]] = {"hook": hooked}
+    for name, hold in HOLDERS.items():
+        makers[name] = partial(Scaled, hold)
+        makers[f"{name}, inside"] = partial(Scaled, hold, is_inside=True)
+    with late_gathers():
+        return {name: beside_torchs(Way(model=make, between=evaluate), steps=4) for name, make in makers.items()}
+
+
+def hooked() -> nn.Module:
+    """A model with a hook that was there before and has a parameter of its own accord."""
+    module: Any = Plain()
+    scale = module.first.bias
+    module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale[:6],))
+    return module  # type: ignore[no-any-return]
+
+
 def ordered() -> dict[str, list[int]]:
     """In which order gathers are waited for where a model waits for several at once."""
     names = ["head.weight", "first.bias", "head.bias", "first.weight"]  # no order of parameters or gradients
@@ -334,4 +353,4 @@ def warned() -> dict[str, list[str]]:
     return found
 
 
-SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned, aliased)
+SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned, aliased, held_otherwise)

@@ -358,7 +358,7 @@ def test_a_gradient_that_no_rank_has_whole_is_never_used_as_if_one_had(two: list
         assert "a parameter of shape [1] is not one that the model averages gradients of" in found["add"]
         assert "the model is captured in a CUDA graph" in found["captured"]
         for name, parameter in (("moved", "head.weight"), ("assigned", "layers.0.weight")):
-            assert f"the parameter {parameter} is another, or has other memory, than when" in found[name]
+            assert f"the parameter {parameter} is another, or has another dtype, device or strides" in found[name]
 
 
 def test_a_step_that_one_rank_leaves_out_is_an_error_and_never_takes_gradients_for_parameters(two: list[Any]) -> None:

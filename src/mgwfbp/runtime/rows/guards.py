@@ -6,8 +6,14 @@ somebody asks its module for it: while gathers are under way the dict in which a
 `Guarded` one, which waits for the gather that carries the parameter and copies its group. So a forward pass waits for
 what it uses when it uses it (also where a module uses the parameters of another, whose own forward pass never runs),
 and ``parameters()``, ``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that
-holds parameters elsewhere besides when the optimizer is made (torch's LSTM has a list of them) waits for them when its
-forward pass begins; one that is compiled, scripted, traced or a CUDA graph asks nobody, and waits for all.
+is compiled, scripted, traced or a CUDA graph asks nobody, and waits for all.
+
+Parameters may be held elsewhere besides. `Holders` looks for them when the optimizer is made, and when modules or
+parameters were exchanged since. What a module has in lists, tuples, sets and dicts (torch's LSTM has a list of its own
+parameters) it waits for when its forward pass begins. What is reached through something else that a module has (an
+object, a hook, a function's closure or arguments, a deque, a cache) may be used wherever that is called: the forward
+pass of the whole model waits for it when it begins, and so does that module's. Modules met on the way that are none of
+the model's are guarded as its own.
 
 Once the last gather is finished modules have their own dicts again, and no hook. Dynamo, which cannot see through a
 `Guarded` dict, so traces what it would trace without us: the forward pass of a model in which something is compiled
@@ -16,18 +22,21 @@ called outside of that while parameters travel is not run as the graph it was, b
 without a graph.
 
 The lists of parameters in the optimizer's groups wait for all (`Finished` in ``sharded/views.py``). What can be read
-too early is a parameter that somebody else holds, a module in a place of its own that it fills later, a shallow copy of
-a module, and what C++ reads (``torch.jit.save``): ``model.synchronize()`` first.
+too early is a parameter that is held by what no module leads to (a local or global name, a class), leads to only far
+away (see `holders.DEEPEST` and `holders.MOST`), or was given later (a cache that a module fills while it runs); one
+that is held as above and read outside of a forward pass; what has its memory and is another tensor (``.data``,
+``.detach()``, a view); what a shallow copy of a module has; and what C++ reads or keeps (``torch.jit.save``, arrays of
+objects): ``model.synchronize()`` first.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from mgwfbp.runtime.rows.compiled_modules import graph_of, put_back
-from mgwfbp.runtime.rows.spread import tensors_in
+from mgwfbp.runtime.rows.holders import Holders
 from mgwfbp.units import plural
 
 __all__ = ["Guarded", "Guards"]
@@ -54,18 +63,21 @@ class Guards:
     """
 
     def __init__(self, module: nn.Module, pending: Mapping[int, object], own: Collection[int]) -> None:
-        self._modules = list(module.modules())
-        self._guarded: list[tuple[nn.Module, Guarded]] = []
-        self._holders: dict[nn.Module, dict[int, Tensor]] = {}  # parameters that modules hold elsewhere too, by id
+        modules = list(module.modules())
+        _finish_all(modules)
+        holders = Holders(modules, own)
+        _finish_all(holders.strays)
+        self._modules = [*modules, *holders.strays]
+        self._guarded = [
+            (one, Guarded(pending))
+            for one in self._modules
+            if any(id(parameter) in own for parameter in one._parameters.values())
+        ]
+        # Whoever is called by others than the module that has it is called in some forward pass of the outermost.
+        self._first = {place: parameter for held in holders.behind.values() for place, parameter in held.items()}
+        self._holders = {one: holders.listed[one] | holders.behind[one] for one in modules}
+        self._holders[module] |= self._first
         self._handles: list[Any] = []
-        for one in self._modules:
-            if isinstance(one._parameters, Guarded):  # of an optimizer before this one
-                one._parameters.finish_all()
-            if any(id(parameter) in own for parameter in one._parameters.values()):
-                self._guarded.append((one, Guarded(pending)))
-            elsewhere = [value for name, value in vars(one).items() if name not in ("_parameters", "_modules")]
-            if held := {id(found): found for found in tensors_in(elsewhere) if id(found) in own}:
-                self._holders[one] = held
         self._tree = list(map(_has, self._modules))
 
     @property
@@ -78,7 +90,8 @@ class Guards:
         """Which modules wait for parameters of others when they begin, since they hold them too; empty: none."""
         found = []
         for module, held in self._holders.items():
-            if others := len(held.keys() - set(map(id, module._parameters.values()))):
+            here = held.keys() if module is self._modules[0] else held.keys() - self._first.keys()
+            if others := len(here - set(map(id, module._parameters.values()))):
                 found.append(f"{type(module).__name__} for {plural(others, 'parameter')}")
         return ", ".join(found)
 
@@ -91,8 +104,9 @@ class Guards:
                 guarded.stand_for(own, finisher)
                 vars(module)["_parameters"] = guarded
         if not self._handles:
-            hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders.items()]
-            self._handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
+            hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders.items() if held]
+            # Before hooks of others, which may read what they hold.
+            self._handles = [module.register_forward_pre_hook(hook, prepend=True) for module, hook in hooks]
         for module in self._modules:
             call = graph_of(module) or (module._call_impl if all_first and module is self._modules[0] else None)
             if call is not None and not isinstance(call, _FinishesFirst):
@@ -112,6 +126,13 @@ class Guards:
             call = vars(module).get("_compiled_call_impl")
             if isinstance(call, _FinishesFirst):
                 put_back(module, "_compiled_call_impl", call.kept)
+
+
+def _finish_all(modules: Sequence[nn.Module]) -> None:
+    """Let no optimizer before this one have anything under way."""
+    for one in modules:
+        if isinstance(one._parameters, Guarded):
+            one._parameters.finish_all()
 
 
 def _has(module: nn.Module) -> list[int]:

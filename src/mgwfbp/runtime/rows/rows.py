@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
+from torch.autograd.graph import get_gradient_edge
 
 __all__ = ["Owned", "Rows", "is_dense"]
 
@@ -129,8 +130,7 @@ class Owned:
 
     def __init__(self, name: str, parameter: nn.Parameter, rank: int, world: int) -> None:
         self.name, self.parameter, self.is_whole = name, parameter, world == 1
-        self.memory = memory_of(parameter)
-        self._address = self.memory.data_ptr()
+        self.memory, self._laid, self._accumulates = memory_of(parameter), _laid(parameter), _accumulator_of(parameter)
         length = -(-parameter.numel() // world)
         self._part = slice(rank * length, (rank + 1) * length)
         # A view: whoever changes it changes the parameter.
@@ -174,5 +174,30 @@ class Owned:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameter has other memory than it had."""
-        return self.parameter.data_ptr() != self._address
+        """Whether the parameter has other memory than it had, which is kept, so that no other has its address."""
+        return self.parameter.data_ptr() != self.memory.data_ptr()
+
+    def follow(self) -> None:
+        """Let numbers that came to where the parameter was be where it is."""
+        if _laid(self.parameter) == self._laid:
+            memory_of(self.parameter).copy_(self.memory)
+
+    def cut_anew(self) -> bool:
+        """Have the row in the memory where the parameter is now; False where it lies there otherwise, or did since.
+
+        For torch forgets the Reducer's hook on a parameter that gets another dtype or device, and were it for a moment.
+        """
+        if _laid(self.parameter) != self._laid or _accumulator_of(self.parameter) is not self._accumulates:
+            return False
+        self.memory = memory_of(self.parameter)
+        self.row.data = self.memory[self._part]
+        return True
+
+
+def _laid(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _accumulator_of(parameter: Tensor) -> Any:
+    """Return what takes the gradient of a parameter in a backward pass; None of one that is frozen."""
+    return get_gradient_edge(parameter).node if parameter.requires_grad else None

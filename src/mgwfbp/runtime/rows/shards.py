@@ -271,16 +271,22 @@ class Shards:
                 gather.noted.ask()
             # On the stream that the optimizer ran on, whoever asks first: others that read parameters wait for that
             # one, as they would with any optimizer, and do not know of the one that asked.
+            asking = None if gather.stream is None else torch.cuda.current_stream(gather.rows.device)
             on_stream = nullcontext() if gather.stream is None else torch.cuda.stream(gather.stream)
             with on_stream, torch.no_grad(), without_modes():
                 gather.arrives.wait()
                 gather.message.unpack(gather.rows)
+                if moved := [one for one in gather.message.owned if one.has_moved]:
+                    if gather.stream is not None and asking is not None:
+                        gather.stream.wait_stream(asking)  # which may still be copying what was there before
+                    for one in moved:
+                        one.follow()
             if gather.stream is not None:
                 torch.cuda.current_stream(gather.rows.device).wait_stream(gather.stream)
             if gather.noted is not None:
                 gather.noted.get()
-            for one in gather.message.ids:
-                del self.pending[one]
+            for place in gather.message.ids:
+                del self.pending[place]
             if not self.pending and self._guards is not None:
                 self._guards.take_off()
 
@@ -290,8 +296,15 @@ class Shards:
             self.finish(gather.message.owned[0].parameter)
 
     def check_memory(self, module: nn.Module) -> None:
-        """Raise where a parameter of the module is no longer the one that rows were cut of, or has other memory."""
-        wrong = next((one.name for one in self.owned if one.has_moved), None)
+        """Cut rows anew where parameters of the module have other memory; nothing is under way then.
+
+        Raises:
+            ShardError: where one is no longer the one that rows were cut of, or lies in memory otherwise.
+        """
+        moved = {place for place, one in enumerate(self.owned) if one.has_moved}
+        wrong = next((self.owned[place].name for place in sorted(moved) if not self.owned[place].cut_anew()), None)
+        if moved:
+            self._layouts = {key: message for key, message in self._layouts.items() if moved.isdisjoint(key)}
         if wrong is None and self._guards is not None and self._guards.have_changed:
             held = set(map(id, module.parameters()))
             wrong = next((one.name for one in self.owned if id(one.parameter) not in held), None)
@@ -299,8 +312,9 @@ class Shards:
                 self.guard(module)
         if wrong is not None:
             raise ShardError(
-                f"the parameter {wrong} is another, or has other memory, than when the optimizer was made: move and "
-                "convert models before DistributedDataParallel, and load weights in place (without assign=True)"
+                f"the parameter {wrong} is another, or has another dtype, device or strides, than when the optimizer "
+                "was made: move and convert models before DistributedDataParallel, and load weights in place (without "
+                "assign=True)"
             )
 
     def zero_grad(self, *, set_to_none: bool) -> None:

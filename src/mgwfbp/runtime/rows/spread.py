@@ -12,11 +12,15 @@ from mgwfbp.runtime.rows.rows import Owned
 
 __all__ = ["SpreadGradient", "tensors_in"]
 
+# What a module that is moved or converted calls for gradients.
+CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default)
+
 
 class SpreadGradient(torch.Tensor):
     """Stands where the gradient of a parameter was whose averaged rows the ranks have: whatever uses it fails.
 
-    But for `torch.amp.GradScaler`, which divides this rank's row and is told of values that any rank found.
+    But for `torch.amp.GradScaler`, which divides this rank's row and is told of values that any rank found. A module
+    that is moved, converted or shared does the same with gradients: of this one it gets another that has no numbers.
     """
 
     # Not the parameter: it holds its gradient, and would never end.
@@ -27,12 +31,26 @@ class SpreadGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, owned: Owned, group: Any) -> "SpreadGradient":
         """Make one that looks like the parameter and has no numbers."""
-        like = owned.parameter
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+        made = cls._looking_like(owned.parameter, owned.parameter.device)
         made.of, made.row, made.group = owned.name, owned.row, group
         return made
+
+    @classmethod
+    def _looking_like(cls, like: torch.Tensor, device: torch.device) -> "SpreadGradient":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+
+    def _converted(self, func: Any, device: torch.device | None = None, **options: Any) -> "SpreadGradient":
+        """Return one that looks like what a function of another dtype or device, or of memory, makes of a tensor."""
+        own = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        made = self._looking_like(func(own, device="meta", **options), self.device if device is None else device)
+        made.of, made.row, made.group = self.of, self.row, self.group
+        return made
+
+    def share_memory_(self) -> "SpreadGradient":
+        """Share nothing: torch's would take memory that is not there in C++, which asks nobody."""
+        return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -42,6 +60,8 @@ class SpreadGradient(torch.Tensor):
             group = next(one.group for one in grads if isinstance(one, cls))
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
             return None
+        if func in CONVERSIONS:
+            return args[0]._converted(func, **(kwargs or {}))
         name = next(one.of for one in tensors_in(args) if isinstance(one, cls))
         raise ShardError(
             f"the gradient of {name} was averaged and each rank has a row of it, so that {func} cannot be: clip with "

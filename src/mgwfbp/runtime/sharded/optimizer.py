@@ -109,8 +109,8 @@ class ShardedOptimizer(optim.Optimizer):
         take_parameters(self, own.parameters)
         if rank == 0 and (early := self._shards.waits_early):
             _log.warning(
-                "less hides behind the forward pass where a module keeps parameters of others (in a list, say): it "
-                "waits for all of these when it begins: %s",
+                "less hides behind the forward pass where a module keeps parameters of others (in a list or an object, "
+                "say): it waits for all of these when it begins: %s",
                 early,
             )
         self._is_made = True
