@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from mgwfbp.errors import TraceError
@@ -12,6 +13,7 @@ from mgwfbp.units import quote
 __all__ = [
     "ROOT",
     "Unit",
+    "as_if_reached",
     "blocks_of",
     "borders_of",
     "frozen_bytes_of",
@@ -165,8 +167,9 @@ def borders_of(units: Sequence[Unit]) -> frozenset[int]:
 
 
 def idle_of(trace: ModelTrace) -> list[str]:
-    """Return the units that a step has no use for: no parameter gets a gradient, and of frozen ones none is read."""
-    unused = {*trace.source.get("unused", ()), *trace.source.get("unread", ())}
+    """Return the units that a step has no use for: no parameter gets a gradient, or is called or read without one."""
+    runs = {one["name"] for one in _resting(trace, "not_reached")}
+    unused = {*trace.source.get("unused", ()), *trace.source.get("unread", ())} - runs
     parts = _parts(trace)
     unit_of = units_of_names([part.name for part in parts])
     used = {unit_of[part.name] for part in parts if part.name not in unused}
@@ -174,23 +177,24 @@ def idle_of(trace: ModelTrace) -> list[str]:
 
 
 def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
-    """Return the units that stay with the root, in forward order: those given, that share parameters, or are only read.
+    """Return the units that stay with the root, in forward order: those given, that share parameters, or must be there.
 
-    FSDP2 gathers a parameter with one group, and a module's parameters when the module is called: those of a head whose
-    weight another function reads it does not gather by themselves. Where nothing was seen to be called (a compiled
-    model) this says nothing.
+    FSDP2 gathers a parameter with one group, and a module's parameters while the module runs: those of a head whose
+    weight another function reads it does not gather by themselves, and what a module returns of its own is gone when it
+    has run. Where nothing was seen to be called (a compiled model) this says nothing.
     """
     units, idle = [name for name in whole_units(trace) if name != ROOT], set(idle_of(trace))
     silent = set(trace.source.get("not_called", ()))
     if silent.issuperset(units):
         silent = set()
-    stays = {*root, *silent, *trace.source.get("shared", ())} - idle
+    others = (trace.source.get(kind, ()) for kind in ("shared", "read_elsewhere", "returned"))
+    stays = {*root, *silent, *chain(*others)} - idle
     return [name for name in units if name in stays]
 
 
 def frozen_bytes_of(trace: ModelTrace) -> int:
     """Return how large the frozen parameters are that a trace names."""
-    return sum(one["bytes"] for one in _frozen(trace))
+    return sum(one["bytes"] for one in _resting(trace, "frozen"))
 
 
 def without_bytes(trace: ModelTrace, names: Collection[str]) -> ModelTrace:
@@ -198,16 +202,27 @@ def without_bytes(trace: ModelTrace, names: Collection[str]) -> ModelTrace:
     if not names:
         return trace
     layers = tuple(replace(layer, grad_bytes=0) if layer.name in names else layer for layer in trace.layers)
-    frozen = [{**one, "bytes": 0} if one["name"] in names else one for one in _frozen(trace)]
-    source = {**trace.source, **({"frozen": frozen} if "frozen" in trace.source else {})}
-    return replace(trace, layers=layers, source=source)
+    resting = {
+        kind: [{**one, "bytes": 0} if one["name"] in names else one for one in _resting(trace, kind)]
+        for kind in ("frozen", "not_reached")
+        if kind in trace.source
+    }
+    return replace(trace, layers=layers, source={**trace.source, **resting})
+
+
+def as_if_reached(trace: ModelTrace) -> ModelTrace:
+    """Return a trace in which all that is trained gets a gradient, as one would say who only sees the model."""
+    source = {name: value for name, value in trace.source.items() if name not in ("unused", "not_reached")}
+    return replace(trace, source=source)
 
 
 def _parts(trace: ModelTrace) -> list[Unit]:
-    """Return parameters in forward order, trained ones and frozen ones; the former take what the latter do not."""
+    """Return parameters in forward order; those that get a gradient take what the others do not."""
+    frozen, not_reached = _resting(trace, "frozen"), _resting(trace, "not_reached")
+    unused, placed = set(trace.source.get("unused", ())), {one["name"] for one in not_reached}
     shares: dict[str, float] = {}
     following: dict[str | None, list[Mapping[str, Any]]] = {}  # by the layer that is used next
-    for one in _frozen(trace):
+    for one in (*frozen, *not_reached):
         shares[one["within"]] = shares.get(one["within"], 0.0) + one["share"]
         following.setdefault(one["next"], []).append(one)
     layers = list(zip(reversed(trace.layers), reversed(trace.layer_forward_s), strict=True))
@@ -216,25 +231,32 @@ def _parts(trace: ModelTrace) -> list[Unit]:
     def add_before(name: str | None) -> None:
         for one in following.get(name, ()):
             own_s = one["share"] / max(1.0, shares[one["within"]]) * forward_s[one["within"]]
-            # The backward pass ends where what is trained begins.
-            found.append(Unit(one["name"], one["bytes"], 0, own_s, goes_back=name != trace.layers[-1].name))
+            # The backward pass ends where what is trained begins, and goes around what is trained and gets no gradient.
+            goes_back = name != trace.layers[-1].name and one["name"] not in placed
+            found.append(Unit(one["name"], one["bytes"], 0, own_s, goes_back=goes_back))
 
     found: list[Unit] = []
     for layer, layer_s in layers:
         add_before(layer.name)
-        own_s = layer_s * max(0.0, 1.0 - shares.get(layer.name, 0.0))
-        found.append(Unit(layer.name, layer.grad_bytes, layer.grad_bytes, own_s, layer.backward_s, goes_back=True))
+        if layer.name in placed:
+            continue
+        own_s, is_used = layer_s * max(0.0, 1.0 - shares.get(layer.name, 0.0)), layer.name not in unused
+        size = layer.grad_bytes
+        found.append(Unit(layer.name, size, size * is_used, own_s, layer.backward_s, goes_back=is_used))
     add_before(None)
     return found
 
 
-def _frozen(trace: ModelTrace) -> Sequence[Mapping[str, Any]]:
-    """Return the frozen parameters that a measured trace names; see `mgwfbp.measure.backward`."""
-    found = trace.source.get("frozen", ())
+def _resting(trace: ModelTrace, kind: str) -> Sequence[Mapping[str, Any]]:
+    """Return the parameters without a gradient that a measured trace names: frozen ones, or trained but not reached.
+
+    See `mgwfbp.measure.backward`.
+    """
+    found = trace.source.get(kind, ())
     known = {layer.name for layer in trace.layers}
     for one in found:
         if not isinstance(one, Mapping) or not {"name", "bytes", "within", "share", "next"} <= set(one):
-            raise TraceError(f"source: frozen holds {quote(one)}, expected name, bytes, within, share and next")
+            raise TraceError(f"source: {kind} holds {quote(one)}, expected name, bytes, within, share and next")
         if one["within"] not in known or one["next"] not in {*known, None}:
-            raise TraceError(f"source: frozen parameter {quote(one['name'])} stands at a layer that the trace has not")
+            raise TraceError(f"source: {kind}: {quote(one['name'])} stands at a layer that the trace has not")
     return found  # type: ignore[no-any-return]

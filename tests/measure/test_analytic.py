@@ -71,7 +71,7 @@ def test_what_is_frozen_runs_again_or_is_not_called_is_recorded_as_where_it_is_m
     for key in ("not_called", "repeated", "unused", "unread"):
         assert counted.source[key] == measured.source[key] != ()
     assert (counted.source["not_called"], counted.source["repeated"]) == (("head", "spare"), ("last",))
-    assert counted.source["unread"] == ("spare.weight", "spare.bias")
+    assert set(counted.source["unread"]) == {"head.bias", "spare.weight", "spare.bias"}
     # Where parameters are used together a real clock tells which came first.
     where = [
         {one["name"]: (one["bytes"], one["next"]) for one in trace.source["frozen"]} for trace in (counted, measured)

@@ -122,6 +122,71 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+class Shift(nn.Module):
+    """Returns what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(8, 6))
+
+    def forward(self, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        return {"shifts": (self.table[: len(x)],)}
+
+
+class Read(Blocks):
+    """Weights that are read while their modules do not run: by the model, by the loss, and a view that one returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) + self.shift(x)["shifts"][0]
+        for block in self.h:
+            x = block(x)
+        return self.head(x).mean() + x @ self.stem.weight  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor) -> Tensor:
+        return loss_of(output) + self.head.bias.square().sum()
+
+
+class Stopped(Blocks):
+    """Blocks that are trained and run without gradients, before, between and behind others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.h[0](self.stem(x))
+        x = self.h[1](x)
+        with torch.no_grad():
+            shift = self.h[2](x)
+        x = self.head(self.h[3](x + shift))
+        with torch.no_grad():
+            shift = self.h[4](torch.cat([x, x], -1))
+        return x + shift[:, :3]  # type: ignore[no-any-return]
+
+
+def elsewhere() -> dict[str, Any]:
+    """What is learnt by such models where every group is resharded, what is said, and what FSDP2 then does."""
+    found: dict[str, Any] = {}
+    for kind in (Read, Stopped):
+        torch.manual_seed(3)
+        model: Any = kind()
+        loss_fn = getattr(model, "loss", loss_of)
+        for block in model.h:
+            torch.distributed.fsdp.fully_shard(block)
+        expected = learn(torch.distributed.fsdp.fully_shard(model), loss_fn)
+        torch.manual_seed(3)
+        model = kind()
+        loss_fn = getattr(model, "loss", loss_of)
+        plan = mgwfbp.plan_fully_shard(model, batch=torch.rand(6, 4), loss_fn=loss_fn, cost=COST).plan
+        names = [name for group in plan.groups for name in group]
+        each = replace(plan, groups=tuple((name,) for name in names), reshard=(True,) * len(names))
+        lines, model = heard(partial(mgwfbp.fully_shard, model, each))
+        error = difference(learn(model, loss_fn), expected)
+        found[kind.__name__] = {"plan": each.to_json(), "said": lines, "difference": error, "events": events_of(model)}
+    return found
+
+
 def meshes() -> dict[str, Any]:
     """Replicas of shards in a mesh of half of the ranks, and of all: plans of their own, and such as are made."""
     found: dict[str, Any] = {}
@@ -258,7 +323,9 @@ def on_meta() -> dict[str, Any]:
     return {"difference": difference(learn(filled(ours), loss_of), expected), "was_meta": was_meta, "same": same}
 
 
-SCENARIOS = {one.__name__: one for one in (again, predicting, meshes, arguments, reached, checkpointed, on_meta)}
+SCENARIOS = {
+    one.__name__: one for one in (again, predicting, elsewhere, meshes, arguments, reached, checkpointed, on_meta)
+}
 
 if __name__ == "__main__":
     be_rank(SCENARIOS)

@@ -24,7 +24,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
     return run_ranks(
         RANKS,
-        ["again", "predicting", "arguments", "reached", "checkpointed", "on_meta"],
+        ["again", "predicting", "elsewhere", "arguments", "reached", "checkpointed", "on_meta"],
         tmp_path_factory.mktemp("two"),
         2,
     )
@@ -56,6 +56,30 @@ def test_a_head_that_runs_again_does_not_fail_in_the_backward_pass(two: list[Any
     for found in (told["predicting"] for told in two):
         assert ["head"] in found["groups"]
         assert found["difference"] == 0.0
+
+
+def test_what_is_read_while_it_does_not_run_or_returns_its_own_stays_with_the_root_and_trains_as_torchs(
+    two: list[Any],
+) -> None:
+    for rank, found in enumerate(told["elsewhere"]["Read"] for told in two):
+        assert found["difference"] == 0.0
+        plan = FsdpPlan.from_json(found["plan"])
+        assert set(plan.root) == {"stem", "head", "shift"}
+        said = [line for line in found["said"] if "keeps with the root" in line]
+        assert len(said) == (rank == 0)
+        for line in said:
+            assert "'head' (each has parameters that are read while it does not run)" in line
+            assert "'shift' (returns a parameter of its own, or a view of one)" in line
+
+
+def test_what_runs_without_gradients_is_gathered_in_its_turn_and_not_in_the_backward_pass(two: list[Any]) -> None:
+    for found in (told["elsewhere"]["Stopped"] for told in two):
+        assert found["difference"] == 0.0
+        plan = FsdpPlan.from_json(found["plan"])
+        order = ["stem", "h.0", "h.1", "h.2", "h.3", "head", "h.4"]
+        assert ([name for group in plan.groups for name in group], plan.idle) == (order, ())
+        gathers = [one.removeprefix("all_gather ") for one in found["events"] if one.startswith("all_gather")]
+        assert gathers == ["root", *order, "head", "h.3", "h.1"]
 
 
 @pytest.mark.skipif(not HAS_REPLICAS, reason="this torch cannot average over replicas of FSDP2 over gloo")

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
-from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
+from mgwfbp.measure.forward import FirstUses, resting_parts, split_forward
 from mgwfbp.measure.meta import call
-from mgwfbp.measure.modules import noting_reads, owned_by
 from mgwfbp.measure.operations import flops_of, takes_no_time
+from mgwfbp.measure.reads import find_reads
 from mgwfbp.measure.workload import Workload, frozen, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype
@@ -169,17 +169,22 @@ def _run(
 
         return ready
 
+    def forward() -> Tensor:
+        with autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext():
+            return workload.loss()
+
     before = [parameter.grad for _, parameter in parameters]
     hooks = [parameter.register_post_accumulate_grad_hook(note(name)) for name, parameter in parameters]
     try:
         for _, parameter in parameters:
             parameter.grad = None  # one that is there is added to, which would count
         with clock:
-            autocast = autocast_as_cuda(autocast_dtype) if autocast_dtype else nullcontext()
-            with uses, noting_reads(workload.model, rest.values()) as read, autocast:
-                loss = workload.loss()
+            with uses:
+                loss = forward()
             forward_s, forward_flops = clock.now_s, clock.flops
             loss.backward()
+        with _VirtualClock(device):
+            reads = find_reads(workload.model, forward)
     finally:
         for hook in hooks:
             hook.remove()
@@ -191,16 +196,21 @@ def _run(
     unused = [name for name, _ in parameters if name not in ready_s]
     moments = {**dict.fromkeys(unused, forward_s), **ready_s}
     began_s = {every[place][0]: moment_s for place, moment_s in uses.moments().items()}
-    first_use_s = {name: began_s.get(name, 0.0) for name in sizes if name not in unused}
+    first_use_s = {name: began_s.get(name, 0.0) for name in sizes}
     parts_s = split_forward({name: first_use_s[name] for name in ready_s}, list(moments), forward_s)
     layers = layers_of([(name, moment_s, sizes[name]) for name, moment_s in moments.items()], forward_s, parts_s)
     modules = uses.modules()
-    silent = owned_by(modules["not_called"], rest)
+    unread = reads.unread(workload.model, modules["not_called"], unused)
+    not_reached = set(unused).difference(unread)
+    resting_bytes = {name: sizes[name] for name in sizes if name in rest or name in not_reached}
+    resting = resting_parts(resting_bytes, parts_s, list(ready_s), first_use_s, forward_s)
     source = {
         "unused": unused,
-        "unread": [name for name, parameter in silent.items() if id(parameter) not in read],
+        "unread": unread,
         **modules,
-        "frozen": frozen_parts({name: sizes[name] for name in rest}, parts_s, list(ready_s), first_use_s, forward_s),
+        **reads.modules(),
+        "frozen": [part for part in resting if part["name"] in rest],
+        "not_reached": [part for part in resting if part["name"] in not_reached],
     }
     trace = ModelTrace(workload.name, forward_s, layers, source)
     return trace, OperationCount(forward_flops, clock.flops - forward_flops, clock.kernels)

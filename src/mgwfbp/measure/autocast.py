@@ -97,7 +97,7 @@ class _Cast:
             return tensor
         if dtype != self.lower or not (tensor.is_leaf and tensor.requires_grad):
             return tensor.to(dtype)
-        if tensor not in self._weights:
+        if tensor not in self._weights or not torch.is_autocast_cache_enabled():
             self._weights[tensor] = tensor.to(dtype)
         return self._weights[tensor]  # type: ignore[no-any-return]
 

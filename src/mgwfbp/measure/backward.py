@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median, quantiles
@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import Moment, clock_for
-from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
+from mgwfbp.measure.forward import FirstUses, resting_parts, split_forward
 from mgwfbp.measure.hooks import GradientHooks
-from mgwfbp.measure.modules import noting_reads, owned_by
+from mgwfbp.measure.reads import Reads, find_reads
 from mgwfbp.measure.workload import LossFn, default_loss, frozen, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype, quote
@@ -58,8 +58,10 @@ def measure_backward(
     A gradient is ready when autograd has computed it. A parameter that takes no part (unused) has nothing to wait
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
-    modules were not called (``not_called``), run again (``repeated``) or share parameters with others (``shared``);
-    frozen parameters that nothing calls or reads are ``unread``.
+    modules were not called (``not_called``), run again (``repeated``), share parameters with others (``shared``), are
+    read while they do not run (``read_elsewhere``) or return parameters of theirs (``returned``). Unused parameters
+    that a step calls or reads, without a gradient, are ``not_reached``; that and frozen ones that nothing does are
+    ``unread``.
     Shared parameters appear once. What each layer takes in the forward pass, from its first use to that of the layer
     begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and gradients
     and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is involved.
@@ -110,7 +112,9 @@ def measure_backward(
             forwards.append(runs.observed_forward())
             if on_step is not None:
                 on_step()
-        unread = runs.unread(forwards[0].modules["not_called"])
+        reads = runs.reads()
+    ready = {slot for step, _ in seen for slot in step.ready_s}
+    unused = [name for slot, (name, _) in enumerate(parameters) if slot not in ready]
     source = {
         "measured": "backward",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -118,7 +122,10 @@ def measure_backward(
         "autocast": format_dtype(autocast_dtype) if autocast_dtype else None,
         "accumulation_steps": accumulation_steps,
         "steps": steps,
-        "unread": unread,
+        "unused": unused,
+        "unread": reads.unread(model, forwards[0].modules["not_called"], unused),
+        **forwards[0].modules,
+        **reads.modules(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -228,14 +235,14 @@ class _Runs:
         self._clock.forget()
         return _Forward(forward_s, first_use_s, uses.modules())
 
-    def unread(self, not_called: Sequence[str]) -> list[str]:
-        """Do a forward pass, where there are any, and return the frozen parameters that nothing calls or reads."""
-        silent = owned_by(not_called, dict(frozen(self._model)))
-        if not silent:
-            return []
-        with noting_reads(self._model, silent.values()) as read:
-            self._to_loss()
-        return [name for name, parameter in silent.items() if id(parameter) not in read]
+    def reads(self) -> Reads:
+        """Do a forward pass, or two, and return what it read."""
+
+        def forward() -> None:
+            self._clear()
+            self._forward()
+
+        return find_reads(self._model, forward)
 
     def _run(self, before_last_backward: Callable[[], object]) -> tuple[Moment, Moment, Moment]:
         """Do one step; return when it began, when the last forward pass had ended, and when all had."""
@@ -352,6 +359,14 @@ def _combine(
         ),
         forward_s={parameters[slot][0]: part_s for slot, part_s in parts_s.items()},
     )
+    not_reached = set(source["unused"]).difference(source["unread"])
+    resting = resting_parts(
+        {name: _wire_bytes(one) for name, one in parameters if not one.requires_grad or name in not_reached},
+        {parameters[slot][0]: part_s for slot, part_s in parts_s.items()},
+        [parameters[slot][0] for slot in order],
+        {name: median(one.first_use_s[slot] for one in forwards) for slot, (name, _) in enumerate(parameters)},
+        median(one.forward_s for one in forwards),
+    )
     source = {
         **source,
         "spread": {
@@ -359,17 +374,10 @@ def _combine(
             "backward_s": _quartiles([plain_s for _, plain_s in seen]),
         },
         "hooks_cost": 1 / factor - 1,
-        "unused": [parameters[slot][0] for slot in unused],
         "sparse": [parameters[slot][0] for slot in sorted(frozenset().union(*(step.sparse for step in steps)))],
         "num_orders": len(orders),
-        **forwards[0].modules,
-        "frozen": frozen_parts(
-            {name: _wire_bytes(parameter) for name, parameter in parameters[len(steps[0].grad_bytes) :]},
-            {parameters[slot][0]: part_s for slot, part_s in parts_s.items()},
-            [parameters[slot][0] for slot in order],
-            {name: median(one.first_use_s[slot] for one in forwards) for slot, (name, _) in enumerate(parameters)},
-            median(one.forward_s for one in forwards),
-        ),
+        "frozen": [part for part in resting if part["name"] not in not_reached],
+        "not_reached": [part for part in resting if part["name"] in not_reached],
     }
     return ModelTrace(name, forward_s, layers, source)
 

@@ -20,13 +20,12 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Self, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from mgwfbp.measure.clock import Moment
-from mgwfbp.measure.modules import called_of, shared_units, unit_names
+from mgwfbp.measure.modules import called_of, open_modules, shared_units, unit_names
 
-__all__ = ["FirstUses", "frozen_parts", "split_forward"]
+__all__ = ["FirstUses", "resting_parts", "split_forward"]
 
 Layer = TypeVar("Layer", bound=Hashable)
 
@@ -96,14 +95,9 @@ class FirstUses:
         are not all that has parameters. A compiled or scripted module calls no hooks of those inside: of them nothing
         is known.
         """
-        found, opaque = [], list[str]()
+        found, seen = [], open_modules(self._model)
         for name, module in _with_parameters(self._model):
-            if any(name.startswith(f"{outer}.") for outer in opaque):
-                continue
-            if _is_opaque(module):
-                opaque.append(name)
-                if not name:
-                    return []
+            if name not in seen:
                 continue
             parts = called_of(module)
             if parts == [module]:
@@ -135,12 +129,6 @@ def _with_parameters(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if next(module.parameters(), None) is not None]
 
 
-def _is_opaque(module: nn.Module) -> bool:
-    """Whether what is inside of a module runs without hooks."""
-    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    return is_compiled or isinstance(module, torch.jit.ScriptModule)
-
-
 def split_forward(
     first_use_s: Mapping[Layer, float], ready_order: Sequence[Layer], forward_s: float
 ) -> dict[Layer, float]:
@@ -167,41 +155,41 @@ def split_forward(
     return taken_s
 
 
-def frozen_parts(
-    frozen_bytes: Mapping[str, int],
+def resting_parts(
+    resting_bytes: Mapping[str, int],
     parts_s: Mapping[str, float],
     ready_order: Sequence[str],
     first_use_s: Mapping[str, float],
     forward_s: float,
 ) -> list[dict[str, Any]]:
-    """Return of each frozen parameter, in the order of first uses, where it stands among layers and what it takes.
+    """Return of each parameter without a gradient, in the order of first uses, where it stands and what it takes.
 
     That is the layer which is used next, and which share of which layer's part of the forward pass is its own: of the
     one begun last before it, or first of all. A layer that is used without being called counts as used no earlier than
     those before it.
 
     Args:
-        frozen_bytes: how large they are.
+        resting_bytes: how large they are.
         parts_s: what layers take of the forward pass, which may be scaled.
         ready_order: layers that get a gradient, in the order in which these are ready.
         first_use_s: when each of both is begun, from the start of a forward pass.
         forward_s: when that ends.
 
     >>> first_use_s = {"a": 0.0, "tower": 1.0, "b": 3.0}
-    >>> frozen_parts({"tower": 8}, {"a": 3.0, "b": 1.0}, ["b", "a"], first_use_s, 4.0)
+    >>> resting_parts({"tower": 8}, {"a": 3.0, "b": 1.0}, ["b", "a"], first_use_s, 4.0)
     [{'name': 'tower', 'bytes': 8, 'within': 'a', 'share': 0.6666666666666666, 'next': 'b'}]
     """
     factor = sum(parts_s.values()) / forward_s if forward_s else 0.0
-    alone_s = split_forward(first_use_s, [*ready_order, *frozen_bytes], forward_s)
+    alone_s = split_forward(first_use_s, [*ready_order, *resting_bytes], forward_s)
     in_turn = list(reversed(ready_order))
     begun = sorted(in_turn, key=first_use_s.__getitem__)
     latest_s = dict(zip(in_turn, accumulate((first_use_s[layer] for layer in in_turn), max), strict=True))
     found = []
-    for name in sorted(frozen_bytes, key=first_use_s.__getitem__):
+    for name in sorted(resting_bytes, key=first_use_s.__getitem__):
         at_s = first_use_s[name]
         around = next((one for one in reversed(begun) if first_use_s[one] < at_s), begun[0])
         share = min(1.0, alone_s[name] * factor / parts_s[around]) if parts_s[around] else 0.0
         follower = next((one for one in in_turn if latest_s[one] >= at_s), None)
-        part = {"name": name, "bytes": frozen_bytes[name], "within": around, "share": share, "next": follower}
+        part = {"name": name, "bytes": resting_bytes[name], "within": around, "share": share, "next": follower}
         found.append(part)
     return found

@@ -1,10 +1,10 @@
 """Units of a model that is there, and which of them FSDP2 cannot gather by themselves: `unit_names`, `kept_units`."""
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 
 from mgwfbp.fsdp_units import ROOT, units_of_names
@@ -12,7 +12,7 @@ from mgwfbp.fsdp_units import ROOT, units_of_names
 __all__ = [
     "called_of",
     "kept_units",
-    "noting_reads",
+    "open_modules",
     "outer_of",
     "own_bytes",
     "owned_by",
@@ -110,39 +110,20 @@ def owned_by(modules: Collection[str], parameters: Mapping[str, nn.Parameter]) -
     return {name: one for name, one in parameters.items() if name.rpartition(".")[0] in modules}
 
 
-class _Noting(dict[str, Any]):
-    """Parameters of a module that note which of them are asked for."""
-
-    def __init__(self, parameters: dict[str, Any], read: set[int]) -> None:
-        super().__init__(parameters)
-        self._read = read
-
-    def __getitem__(self, name: str) -> Any:
-        self._read.add(id(found := super().__getitem__(name)))
-        return found
-
-    def items(self) -> Any:
-        self._read.update(map(id, super().values()))
-        return super().items()
-
-    def values(self) -> Any:
-        self._read.update(map(id, super().values()))
-        return super().values()
+def open_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose hooks are called, by name: none that is compiled or scripted, or inside of such."""
+    found, closed = dict[str, nn.Module](), list[str]()
+    for name, module in model.named_modules():
+        if any(outer in closed for outer in outer_of(name)):
+            continue
+        if _is_opaque(module):
+            closed.append(name)
+        else:
+            found[name] = module
+    return found
 
 
-@contextlib.contextmanager
-def noting_reads(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[set[int]]:
-    """Yield those of some parameters that are asked for meanwhile, by their ids: by their modules or others."""
-    wanted, read = set(map(id, parameters)), set[int]()
-    before = [
-        (module, module._parameters)
-        for module in model.modules()
-        if not wanted.isdisjoint(map(id, module._parameters.values()))
-    ]
-    for module, own in before:
-        module._parameters = _Noting(own, read)
-    try:
-        yield read
-    finally:
-        for module, own in before:
-            module._parameters = own
+def _is_opaque(module: nn.Module) -> bool:
+    """Whether what is inside of a module runs without hooks."""
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled or isinstance(module, torch.jit.ScriptModule)

@@ -113,6 +113,7 @@ def _plan(problem: Problem, found: Found) -> FsdpPlan:
     root, choice, step, searched_s = found
     bound_s = fsdp_lower_bound_s(trace, cost, precision=precision, memory_limit=limit)
     units = whole_units(trace)
+    seen = {why: set(trace.source.get(why, ())).intersection(at_root) for why in ("read_elsewhere", "returned")}
     predicted: Mapping[str, Any] = {
         "iteration_s": step.iteration_s,
         "exposed_s": step.iteration_s - step.compute_s,
@@ -122,9 +123,10 @@ def _plan(problem: Problem, found: Found) -> FsdpPlan:
         "exact": step.iteration_s <= max(bound_s, searched_s) * TIE,
         "precision": precision._asdict(),
         "at_root": at_root,
+        **{why: sorted(names) for why, names in seen.items()},
         "not_reached": [name for name, unit in units.items() if not unit.goes_back and name not in idle],
         "parameter_bytes": sum(unit.num_bytes for unit in units.values()),
-        "trained_bytes": sum(unit.trained_bytes for unit in units.values()),
+        "trained_bytes": trace.grad_bytes,
     }
     groups = tuple(group for group in step.groups if group != (ROOT,))
     ahead = choice.forward_prefetch, choice.backward_prefetch

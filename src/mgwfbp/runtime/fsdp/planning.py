@@ -26,7 +26,7 @@ from mgwfbp.costs import ShardedCost, cost_with_halves
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan, predict_fsdp
-from mgwfbp.fsdp_units import ROOT, whole_units, without_bytes
+from mgwfbp.fsdp_units import ROOT, as_if_reached, whole_units, without_bytes
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
 from mgwfbp.measure.backward import measure_backward, plain_passes
@@ -293,7 +293,7 @@ def _check_trace(trace: ModelTrace, model: nn.Module, place: Place) -> None:
 
 def _first_difference(mine: Mapping[str, tuple[int, int]], trace: ModelTrace) -> str | None:
     """Say which unit is not in the model or not in a trace, or of the first that differs what it has in each."""
-    theirs = {name: (unit.num_bytes, unit.trained_bytes) for name, unit in whole_units(trace).items()}
+    theirs = {name: (unit.num_bytes, unit.trained_bytes) for name, unit in whole_units(as_if_reached(trace)).items()}
     for name in sorted((mine.keys() ^ theirs.keys()) - {ROOT}):
         return f"{quote(name)} is in {'the model' if name in mine else 'the trace'} only"
     for name in sorted({*mine, *theirs}):

@@ -5,7 +5,8 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from operator import or_
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +16,12 @@ from torch import nn
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError, StrategyError
-from mgwfbp.fsdp import FsdpPlan, at_root_of
+from mgwfbp.fsdp import FsdpPlan
 from mgwfbp.fsdp_units import whole_units
 from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
 from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_bytes, unit_names
 from mgwfbp.measure.workload import LossFn
+from mgwfbp.record import check_items
 from mgwfbp.runtime.fsdp.planning import MOST_UNKNOWN, FsdpInputs, FsdpPlanning, Place, make_plan
 from mgwfbp.trace import ModelTrace
 from mgwfbp.units import format_bytes, format_seconds, plural, quote
@@ -30,6 +32,12 @@ _log = logging.getLogger("mgwfbp")
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 SILENT = "is not called by itself"
+# What a plan says of modules that must be there, by where it says it; of several the last counts.
+SAID = {
+    "at_root": SILENT,
+    "read_elsewhere": "has parameters that are read while it does not run",
+    "returned": "returns a parameter of its own, or a view of one",
+}
 CHOSEN = "is put there by the plan"
 
 
@@ -39,7 +47,7 @@ class _Wrapping:
 
     groups: tuple[tuple[nn.Module, ...], ...]  # in forward order, none empty
     reshard: tuple[bool, ...]  # of each
-    first_back: int  # the group that the backward pass ends with: it does not reach those before
+    is_reached: tuple[bool, ...]  # by the backward pass, of each
     idle: tuple[nn.Module, ...]  # that no step uses
     kept: Mapping[str, str]  # units that stay with the root, and why
     frozen: tuple[int, int]  # parameters that get no gradient and are in no unit, and their bytes
@@ -66,8 +74,9 @@ def fully_shard(
 
     A unit of the plan stays with the root where FSDP2 cannot gather it by itself: it shares a parameter with a module
     outside of it (an embedding that is tied to the head), has parameters and no forward pass, or is read by a
-    `torch.nn.MultiheadAttention` without being called. A container without a forward pass is wrapped as the modules in
-    it. Rank 0 logs what stays and why.
+    `torch.nn.MultiheadAttention` without being called. So do those that the plan has there: what is measured is looked
+    at for modules that are not called, are read while they do not run, or return parameters of theirs. A container
+    without a forward pass is wrapped as the modules in it. Rank 0 logs what stays and why.
 
     All ranks of the mesh must call it, with the same plan, or with what to plan with.
 
@@ -244,26 +253,30 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
     plan.check_covers(units)
     kept = kept_units(model, units)
     groups, reshard, is_reached = [], [], []
-    # A plan that does not say what the backward pass reaches is taken to have nothing trained before its groups.
-    frozen_first = plan.predicted.get("not_reached", sorted(units - trained))
+    not_reached = plan.predicted.get("not_reached", sorted(units - trained))
     for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
         group = [one for name in names if name not in kept for one in called_of(modules[name]) or ()]
         if group:
             groups.append(tuple(group))
             reshard.append(is_resharded)
-            is_reached.append(not set(names).issubset(frozen_first))
+            is_reached.append(not set(names).issubset(not_reached))
+    # A plan that does not say what the backward pass reaches is taken to have nothing trained before its groups.
+    if "not_reached" not in plan.predicted:
+        is_reached = list(accumulate(is_reached, or_))
     idle = [one for name in plan.idle if name not in kept for one in called_of(modules[name]) or ()]
     frozen = [
         one.nbytes
         for name, one in model.named_parameters()
         if not one.requires_grad and units.isdisjoint(outer_of(name))
     ]
-    must = at_root_of(plan) if "at_root" in plan.predicted else ()
-    because = {name: SILENT if name in must else CHOSEN for name in plan.root}
+    because = dict.fromkeys(plan.root, CHOSEN)
+    for kind, why in SAID.items():
+        names = check_items(plan.predicted.get(kind, ()), str, f"predicted: {kind}", PlanError)
+        because.update({name: why for name in names if name in because})
     return _Wrapping(
         tuple(groups),
         tuple(reshard),
-        is_reached.index(True) if True in is_reached else 0,
+        tuple(is_reached),
         tuple(idle),
         {name: why for name, why in {**because, **kept}.items() if name not in plan.idle},
         (len(frozen), sum(frozen)),
@@ -287,18 +300,23 @@ def _check_whole(model: nn.Module) -> None:
 def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> None:
     """Say which groups each group asks for ahead; the root asks for the first ones of the forward pass.
 
-    In the backward pass the root comes first, and asks for the last group, which is torch's default.
+    In the backward pass the root comes first, and asks for the last group, which is torch's default; where that is not
+    reached, for the last one that is.
     """
     firsts: Sequence[Any] = [group[0] for group in wrapping.groups]
     root: Any = model
     root.set_modules_to_forward_prefetch(firsts[: plan.forward_prefetch])
     for place, first in enumerate(firsts):
         first.set_modules_to_forward_prefetch(firsts[place + 1 : place + 1 + plan.forward_prefetch])
-        before = range(place - 1, max(wrapping.first_back, place - plan.backward_prefetch) - 1, -1)
-        ahead = [firsts[one] for one in before if wrapping.reshard[one]]
+        before = range(place - 1, max(0, place - plan.backward_prefetch) - 1, -1)
+        ahead = [firsts[one] for one in before if wrapping.reshard[one] and wrapping.is_reached[one]]
         # Without a list torch asks for the group before: one that the backward pass does not reach is not wanted, and
         # to ask for itself does nothing.
-        first.set_modules_to_backward_prefetch(ahead or ([first] if place == wrapping.first_back else []))
+        goes_on = place > 0 and wrapping.is_reached[place - 1]
+        first.set_modules_to_backward_prefetch(ahead or ([] if goes_on else [first]))
+    reached = [first for first, is_reached in zip(firsts, wrapping.is_reached, strict=True) if is_reached]
+    if reached and reached[-1] is not firsts[-1]:
+        root.set_modules_to_backward_prefetch(reached[-1:])
 
 
 def _log_kept(wrapping: _Wrapping) -> None:
