@@ -16,7 +16,7 @@ from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
 from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
 from mgwfbp.measure.meta import call
-from mgwfbp.measure.modules import noting_reads, owned_by
+from mgwfbp.measure.modules import noting_reads, owned_by, trained_dtypes
 from mgwfbp.measure.operations import flops_of, takes_no_time
 from mgwfbp.measure.workload import Workload, frozen, trainable
 from mgwfbp.trace import ModelTrace, layers_of
@@ -200,6 +200,7 @@ def _run(
         "unused": unused,
         "unread": [name for name, parameter in silent.items() if id(parameter) not in read],
         **modules,
+        "dtypes": trained_dtypes(workload.model),
         "frozen": frozen_parts({name: sizes[name] for name in rest}, parts_s, list(ready_s), first_use_s, forward_s),
     }
     trace = ModelTrace(workload.name, forward_s, layers, source)

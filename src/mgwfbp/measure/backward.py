@@ -17,7 +17,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import Moment, clock_for
 from mgwfbp.measure.forward import FirstUses, frozen_parts, split_forward
 from mgwfbp.measure.hooks import GradientHooks
-from mgwfbp.measure.modules import noting_reads, owned_by
+from mgwfbp.measure.modules import noting_reads, owned_by, trained_dtypes
 from mgwfbp.measure.workload import LossFn, default_loss, frozen, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
 from mgwfbp.units import format_dtype, quote
@@ -119,6 +119,7 @@ def measure_backward(
         "accumulation_steps": accumulation_steps,
         "steps": steps,
         "unread": unread,
+        "dtypes": trained_dtypes(model),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }

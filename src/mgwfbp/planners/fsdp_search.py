@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mgwfbp.cost import Cost
 from mgwfbp.fsdp import FsdpPlan, shares_of
 from mgwfbp.fsdp_step import FsdpStep, Group, lay_out
-from mgwfbp.fsdp_units import ROOT, borders_of, units_of
+from mgwfbp.fsdp_units import ROOT, reaches_of, units_of
 from mgwfbp.memory import Precision, Schedule, fsdp_memory_bytes
 from mgwfbp.planners.fsdp_pareto import Kept, best_kept
 from mgwfbp.planners.slack import TIE
@@ -67,7 +67,7 @@ class Search:
         first = units[:1] if units and units[0].name == ROOT else ()
         self.root = [Group.of([unit], problem.cost, problem.precision) for unit in first]
         self.units = units[len(self.root) :]
-        self._borders = borders_of(self.units)
+        self._reaches = reaches_of(self.units)
         self._shares = shares_of(problem.trace, problem.cost, problem.precision, problem.idle)
         self._groups: dict[tuple[int, int], Group] = {}
         self._steps: dict[Choice, FsdpStep] = {}
@@ -101,7 +101,7 @@ class Search:
 
     @cached_property
     def _kept(self) -> Kept:
-        return best_kept(self.root, len(self.units), self._group, self._borders)
+        return best_kept(self.root, self._reaches, self._group)
 
     def _choice_of(self, plan: FsdpPlan) -> Choice:
         """Return the numbers of a plan with this root."""
@@ -148,7 +148,10 @@ class Search:
     def fits(self, choice: Choice) -> bool:
         """Say whether a plan keeps apart what must be, and needs no more memory than there is."""
         limit = self._problem.limit
-        return self._borders.issubset(choice.ends) and (limit is None or self._held_bytes(choice) <= limit)
+        return self._keeps_apart(choice.ends) and (limit is None or self._held_bytes(choice) <= limit)
+
+    def _keeps_apart(self, ends: tuple[int, ...]) -> bool:
+        return all(end <= self._reaches[start] for start, end in zip((0, *ends), ends, strict=False))
 
     def _held_bytes(self, choice: Choice) -> int:
         if choice not in self._held:
@@ -203,14 +206,14 @@ class Search:
             yield from self._made_to_fit(self._kept.ends, *ahead)
         size = float(max(1, min(sizes)))
         while True:
-            ends, filled = list[int](), 0
+            starts, filled = [0], 0
             for place, one in enumerate(sizes):
-                if filled and (filled + one > size or place in self._borders):
-                    ends.append(place)
+                if place == self._reaches[starts[-1]] or (filled and filled + one > size):
+                    starts.append(place)
                     filled = 0
                 filled += one
             for prefetch in PREFETCHES:
-                yield from self._made_to_fit((*ends, len(sizes)), prefetch, prefetch)
+                yield from self._made_to_fit((*starts[1:], len(sizes)), prefetch, prefetch)
             if size >= sum(sizes):
                 return
             size *= FACTOR
