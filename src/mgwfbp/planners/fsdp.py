@@ -98,26 +98,31 @@ def _check(problem: Problem) -> None:
 def _find(problem: Problem, *, is_short: bool = False) -> Found:
     """Find the best plan that fits, with what must be in the root's group, or with all that is no block there."""
     trace, at_root = problem.trace, problem.at_root
-    search = Search(problem, at_root)
+    search, alone = Search(problem, at_root), plan_blocks_alone(trace, at_root)
     if not search.units and not at_root and not knows_modules(trace):
         raise PlanError(
             f"the parameters of {quote(trace.model)} are in no module whose name is known: expected names such as "
             "layer.0.weight"
         )
-    found = search.best(plan_by_block(trace, at_root), is_short=is_short)
-    if found is None:
-        raise PlanError(
-            f"no plan for {quote(trace.model)} fits into {format_bytes(problem.limit or 0, 'down')}: the least is "
-            f"{format_bytes(search.least.memory_bytes, 'up')} a rank, with every module by itself and all resharded"
-        )
-    alone = plan_blocks_alone(trace, at_root)
+    found, searches = search.best(plan_by_block(trace, at_root), is_short=is_short), [search]
     if set(alone.root) != set(at_root):
-        other = Search(problem, alone.root).best(alone, is_short=True)
-        if other is not None:
-            bound_s = min(found.bound_s, other.bound_s)
-            is_ahead = other.step.iteration_s * TIE < found.step.iteration_s
-            found = (other if is_ahead else found)._replace(bound_s=bound_s)
+        other = Search(problem, alone.root)
+        found = _better(found, other.best(alone, is_short=is_short or found is not None))
+        searches.append(other)
+    if found is None:
+        least = format_bytes(min(one.least.memory_bytes for one in searches), "up")
+        least = least if all(one.is_small for one in searches) else f"at most {least}"
+        room = format_bytes(problem.limit or 0, "down")
+        raise PlanError(f"no plan for {quote(trace.model)} fits into {room}: the least is {least} a rank")
     return found
+
+
+def _better(found: Found | None, other: Found | None) -> Found | None:
+    """Return what has the shorter step; what neither of both undercuts counts for it."""
+    if found is None or other is None:
+        return found or other
+    is_ahead = other.step.iteration_s * TIE < found.step.iteration_s
+    return (other if is_ahead else found)._replace(bound_s=min(found.bound_s, other.bound_s))
 
 
 def _plan(problem: Problem, found: Found) -> FsdpPlan:
