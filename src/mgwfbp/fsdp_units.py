@@ -15,13 +15,16 @@ __all__ = [
     "Unit",
     "as_if_reached",
     "blocks_of",
-    "borders_of",
     "frozen_bytes_of",
     "idle_of",
+    "knows_modules",
+    "mixed_words",
+    "reaches_of",
     "root_of",
     "units_of",
     "units_of_names",
     "whole_units",
+    "with_dtypes",
     "without_bytes",
 ]
 
@@ -40,6 +43,7 @@ class Unit:
     backward_s: float = 0.0
     goes_back: bool = False  # whether the backward pass reaches it
     is_alone: bool = False  # it runs again in a step: no group may have others beside it
+    dtypes: frozenset[str] = frozenset()  # of its parameters that get gradients, where they are known
 
     def plus(self, other: "Unit") -> "Unit":
         """Return it with the parameters of another, and what these compute."""
@@ -51,6 +55,7 @@ class Unit:
             backward_s=self.backward_s + other.backward_s,
             goes_back=self.goes_back or other.goes_back,
             is_alone=self.is_alone or other.is_alone,
+            dtypes=self.dtypes | other.dtypes,
         )
 
 
@@ -149,21 +154,48 @@ def whole_units(trace: ModelTrace) -> dict[str, Unit]:
     """Return the units by name, in forward order, and what is in none as `ROOT`."""
     parts = _parts(trace)
     unit_of = units_of_names([part.name for part in parts])
-    repeated, whole = set(trace.source.get("repeated", ())), dict[str, Unit]()
+    repeated, dtypes, whole = set(trace.source.get("repeated", ())), _dtypes(trace), dict[str, Unit]()
     for part in parts:
         name = unit_of[part.name]
-        whole[name] = whole.get(name, Unit(name, is_alone=name in repeated)).plus(part)
+        if name not in whole:
+            mine = frozenset(dtype for dtype, units in dtypes.items() if name in units)
+            whole[name] = Unit(name, is_alone=name in repeated, dtypes=mine)
+        whole[name] = whole[name].plus(part)
     return whole
 
 
-def borders_of(units: Sequence[Unit]) -> frozenset[int]:
-    """Return where groups of these units must end: before and behind each that must be alone.
+def reaches_of(units: Sequence[Unit]) -> tuple[int, ...]:
+    """Return for each unit where a group that begins with it must have ended.
 
-    >>> borders_of([Unit("a"), Unit("b"), Unit("c", is_alone=True), Unit("d")])
-    frozenset({2, 3})
+    A unit that runs again is alone, and FSDP2 gathers only parameters together whose gradients have one dtype; frozen
+    ones go with any.
+
+    >>> reaches_of([Unit("a"), Unit("b"), Unit("c", is_alone=True), Unit("d")])
+    (2, 2, 3, 4)
+    >>> half, whole = frozenset({"bfloat16"}), frozenset({"float32"})
+    >>> reaches_of([Unit("a", dtypes=half), Unit("frozen"), Unit("head", dtypes=whole)])
+    (2, 3, 3)
     """
-    alone = [place for place, unit in enumerate(units) if unit.is_alone]
-    return frozenset({*alone, *(place + 1 for place in alone)} - {0})
+    found = list[int]()
+    for start, unit in enumerate(units):
+        end, dtypes = start + 1, unit.dtypes
+        while end < len(units) and not unit.is_alone and not units[end].is_alone:
+            dtypes |= units[end].dtypes
+            if len(dtypes) > 1:
+                break
+            end += 1
+        found.append(end)
+    return tuple(found)
+
+
+def mixed_words(what: str, dtypes: Iterable[str]) -> str:
+    """Say what FSDP2 cannot gather at once, and why.
+
+    >>> mixed_words("'h.0'", {"float32", "bfloat16"})
+    "'h.0' has trained parameters of bfloat16 and float32, and FSDP2 gathers those of one dtype together"
+    """
+    found = " and ".join(sorted(dtypes))
+    return f"{what} has trained parameters of {found}, and FSDP2 gathers those of one dtype together"
 
 
 def idle_of(trace: ModelTrace) -> list[str]:
@@ -214,6 +246,24 @@ def as_if_reached(trace: ModelTrace) -> ModelTrace:
     """Return a trace in which all that is trained gets a gradient, as one would say who only sees the model."""
     source = {name: value for name, value in trace.source.items() if name not in ("unused", "not_reached")}
     return replace(trace, source=source)
+
+
+def with_dtypes(trace: ModelTrace, dtypes: Mapping[str, Sequence[str]]) -> ModelTrace:
+    """Return a trace that knows which units have trained parameters of each dtype, and so does what is made of it."""
+    return replace(trace, source={**trace.source, "dtypes": dtypes})
+
+
+def knows_modules(trace: ModelTrace) -> bool:
+    """Say whether a model was there when the trace was made, so that its names are those of parameters in modules."""
+    return "dtypes" in trace.source
+
+
+def _dtypes(trace: ModelTrace) -> Mapping[str, Sequence[str]]:
+    """Return the units that have trained parameters of each dtype; see `mgwfbp.measure.modules.trained_dtypes`."""
+    found = trace.source.get("dtypes", {})
+    if not isinstance(found, Mapping) or any(isinstance(units, str) for units in found.values()):
+        raise TraceError(f"source: dtypes is {quote(found)}, expected lists of modules by dtype")
+    return found
 
 
 def _parts(trace: ModelTrace) -> list[Unit]:

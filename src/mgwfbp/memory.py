@@ -15,6 +15,7 @@ __all__ = [
     "ddp_memory_bytes",
     "fsdp_memory_bytes",
     "sharded_memory_bytes",
+    "whole_bytes",
 ]
 
 # Copies of a parameter's bytes that an optimizer keeps besides: Adam has two averages.
@@ -126,26 +127,33 @@ def fsdp_memory_bytes(groups: Sequence[GroupBytes], schedule: Schedule, shares: 
     >>> fsdp_memory_bytes([one] * 8, Schedule([True] * 8), Shares(8))
     80
     """
-    reshard, forward_prefetch, backward_prefetch, has_root = schedule
-    number = len(groups)
-    kept = [0, *accumulate(0 if gone else group.gathered for group, gone in zip(groups, reshard, strict=True))]
-    gathered = [0, *accumulate(group.gathered for group in groups)]
-    again = [0, *accumulate(group.again if gone else 0 for group, gone in zip(groups, reshard, strict=True))]
-    root = groups[0].gradient if has_root else 0
-    most = 0
-    for place, group in enumerate(groups):
-        ahead = gathered[min(number, place + 1 + forward_prefetch)] - gathered[place + 1]
-        most = max(most, kept[place] + 2 * group.gathered + ahead)
-        if has_root and place == 0:
-            continue
-        late = groups[place + 1].sent if place + 1 < number else 0
-        near, far = (again[place] - again[max(0, place - far)] for far in (backward_prefetch - 1, backward_prefetch))
-        held = kept[place] + root
-        if reshard[place]:
-            most = max(most, held + group.gathered + group.again + late + near)
-        most = max(most, held + group.gathered + group.gradient + late + far, held + group.gradient + group.sent + far)
-    if has_root:
-        first = groups[1].gathered + groups[1].gradient if number > 1 else 0
+    root = groups[0].gradient if schedule.has_root else 0
+    kept = accumulate(0 if gone else one.gathered for one, gone in zip(groups, schedule.reshard, strict=True))
+    most = max(
+        (before + whole_bytes(groups, schedule, place) for place, before in enumerate([0, *kept][:-1])), default=0
+    )
+    if schedule.has_root:
+        first = groups[1].gathered + groups[1].gradient if len(groups) > 1 else 0
         alone = groups[0].gathered + root
-        most = max(most, root + groups[0].sent + first, alone if number == 1 else 0)
+        most = max(most, root + groups[0].sent + first, alone if len(groups) == 1 else 0)
     return ceil(shares.held(groups)) + most
+
+
+def whole_bytes(groups: Sequence[GroupBytes], schedule: Schedule, place: int) -> int:
+    """Return the most bytes of whole parameters and gradients in a group's two passes, but for what those before keep.
+
+    These are the terms of `fsdp_memory_bytes` without :math:`K_j`.
+    """
+    reshard, forward_prefetch, backward_prefetch, has_root = schedule
+    group, gathered = groups[place], groups[place].gathered
+    most = 2 * gathered + sum([one.gathered for one in groups[place + 1 : place + 1 + forward_prefetch]])
+    if has_root and place == 0:
+        return most
+    late = groups[place + 1].sent if place + 1 < len(groups) else 0
+    root = groups[0].gradient if has_root else 0
+    again = [groups[one].again if reshard[one] else 0 for one in range(max(0, place - backward_prefetch), place)]
+    far = sum(again)
+    if reshard[place]:
+        near = far - again[0] if len(again) == backward_prefetch else far
+        most = max(most, root + gathered + group.again + late + near)
+    return max(most, root + gathered + group.gradient + late + far, root + group.gradient + group.sent + far)

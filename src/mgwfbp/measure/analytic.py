@@ -16,6 +16,7 @@ from mgwfbp.measure.autocast import autocast_as_cuda
 from mgwfbp.measure.devices import Device
 from mgwfbp.measure.forward import FirstUses, resting_parts, split_forward
 from mgwfbp.measure.meta import call
+from mgwfbp.measure.modules import trained_dtypes
 from mgwfbp.measure.operations import flops_of, takes_no_time
 from mgwfbp.measure.reads import find_reads
 from mgwfbp.measure.workload import Workload, frozen, trainable
@@ -209,6 +210,7 @@ def _run(
         "unread": unread,
         **modules,
         **reads.modules(),
+        "dtypes": trained_dtypes(workload.model),
         "frozen": [part for part in resting if part["name"] in rest],
         "not_reached": [part for part in resting if part["name"] in not_reached],
     }

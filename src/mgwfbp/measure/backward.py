@@ -17,6 +17,7 @@ from mgwfbp.errors import MeasureError
 from mgwfbp.measure.clock import Moment, clock_for
 from mgwfbp.measure.forward import FirstUses, resting_parts, split_forward
 from mgwfbp.measure.hooks import GradientHooks
+from mgwfbp.measure.modules import trained_dtypes
 from mgwfbp.measure.reads import Reads, find_reads
 from mgwfbp.measure.workload import LossFn, default_loss, frozen, run_to_loss, trainable
 from mgwfbp.trace import ModelTrace, layers_of
@@ -126,6 +127,7 @@ def measure_backward(
         "unread": reads.unread(model, forwards[0].modules["not_called"], unused),
         **forwards[0].modules,
         **reads.modules(),
+        "dtypes": trained_dtypes(model),
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mgwfbp.fsdp_units import ROOT, units_of_names
+from mgwfbp.units import format_dtype
 
 __all__ = [
     "called_of",
@@ -17,6 +18,7 @@ __all__ = [
     "own_bytes",
     "owned_by",
     "shared_units",
+    "trained_dtypes",
     "unit_bytes",
     "unit_names",
 ]
@@ -53,6 +55,18 @@ def unit_bytes(
         stored, trained = found.get(unit, (0, 0))
         found[unit] = stored + size, trained + size * gets_gradient
     return found
+
+
+def trained_dtypes(
+    model: nn.Module, *, is_trained: bool = False, ignored: Collection[int] = ()
+) -> dict[str, list[str]]:
+    """Return by dtype which units have trained parameters of it, and `ROOT` where the rest has; as `unit_bytes`."""
+    every = {name: one for name, one in model.named_parameters() if one.requires_grad or not is_trained}
+    found: dict[str, dict[str, None]] = {}
+    for name, unit in units_of_names(list(every)).items():
+        if every[name].requires_grad and id(every[name]) not in ignored:
+            found.setdefault(format_dtype(every[name].dtype), {})[unit] = None
+    return {dtype: list(units) for dtype, units in found.items()}
 
 
 def own_bytes(parameter: Any) -> int:

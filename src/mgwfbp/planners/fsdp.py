@@ -12,7 +12,8 @@ and goes on from there. What it finds need not be the best, but is never behind 
 memory. How far it is from a time that no plan undercuts, `fsdp_lower_bound_s`, is in what it predicts; how far from the
 best of all plans of small models was measured: docs/optimality.md.
 
-Modules that run again in a step are groups by themselves in every plan ([Note: modules that run again]).
+Modules that run again in a step are groups by themselves in every plan ([Note: modules that run again]), and no group
+has trained parameters of two dtypes (`mgwfbp.fsdp_units.reaches_of`).
 
 The same is done with all that is no block in the root's group, as in the second way to wrap by hand: one message less
 in each pass, which may be worth its memory.
@@ -28,7 +29,7 @@ from typing import Any
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError
 from mgwfbp.fsdp import FsdpPlan, fsdp_lower_bound_s, predict_fsdp, reported_bound_s
-from mgwfbp.fsdp_units import ROOT, idle_of, root_of, whole_units
+from mgwfbp.fsdp_units import ROOT, idle_of, knows_modules, mixed_words, root_of, units_of, whole_units
 from mgwfbp.memory import AS_STORED, Precision
 from mgwfbp.planners.fsdp_by_hand import BY_HAND, plan_blocks_alone, plan_by_block
 from mgwfbp.planners.fsdp_search import Found, Problem, Search
@@ -68,9 +69,11 @@ def plan_fsdp(
         root: units that FSDP2 cannot gather by themselves, which stay with the rest of the model.
 
     Raises:
-        PlanError: where no plan fits, with the least that one needs; or where the model has no units.
+        PlanError: where no plan fits, with the least that one needs; where FSDP2 can run none, since what must travel
+            together has several dtypes; or where the trace's names tell no modules.
     """
     problem = Problem(trace, cost, memory_limit, precision, tuple(idle_of(trace)), tuple(root_of(trace, root)))
+    _check(problem)
     found = best = _find(problem)
     if memory_limit is None:
         by_block = predict_fsdp(trace, cost, plan_by_block(trace, problem.at_root), precision=precision).memory_bytes
@@ -82,29 +85,44 @@ def plan_fsdp(
     return _plan(problem, found._replace(bound_s=best.bound_s))
 
 
+def _check(problem: Problem) -> None:
+    """Raise where FSDP2 can run no plan: not all parameters that must travel together have one dtype."""
+    trace, at_root, idle = problem.trace, problem.at_root, problem.idle
+    for unit in (*whole_units(trace).values(), *units_of(trace, at_root, idle)):
+        if len(unit.dtypes) > 1:
+            names = f" ({', '.join(map(quote, at_root))})" if at_root else ""
+            what = quote(unit.name) if unit.name else f"what must be in the root's group{names}"
+            raise PlanError(f"{mixed_words(what, unit.dtypes)}: cast it to one dtype")
+
+
 def _find(problem: Problem, *, is_short: bool = False) -> Found:
     """Find the best plan that fits, with what must be in the root's group, or with all that is no block there."""
     trace, at_root = problem.trace, problem.at_root
-    search = Search(problem, at_root)
-    if not search.units and not at_root:
+    search, alone = Search(problem, at_root), plan_blocks_alone(trace, at_root)
+    if not search.units and not at_root and not knows_modules(trace):
         raise PlanError(
             f"the parameters of {quote(trace.model)} are in no module whose name is known: expected names such as "
             "layer.0.weight"
         )
-    found = search.best(plan_by_block(trace, at_root), is_short=is_short)
-    if found is None:
-        raise PlanError(
-            f"no plan for {quote(trace.model)} fits into {format_bytes(problem.limit or 0, 'down')}: the least is "
-            f"{format_bytes(search.least.memory_bytes, 'up')} a rank, with every module by itself and all resharded"
-        )
-    alone = plan_blocks_alone(trace, at_root)
+    found, searches = search.best(plan_by_block(trace, at_root), is_short=is_short), [search]
     if set(alone.root) != set(at_root):
-        other = Search(problem, alone.root).best(alone, is_short=True)
-        if other is not None:
-            bound_s = min(found.bound_s, other.bound_s)
-            is_ahead = other.step.iteration_s * TIE < found.step.iteration_s
-            found = (other if is_ahead else found)._replace(bound_s=bound_s)
+        other = Search(problem, alone.root)
+        found = _better(found, other.best(alone, is_short=is_short or found is not None))
+        searches.append(other)
+    if found is None:
+        least = format_bytes(min(one.least.memory_bytes for one in searches), "up")
+        least = least if all(one.is_small for one in searches) else f"at most {least}"
+        room = format_bytes(problem.limit or 0, "down")
+        raise PlanError(f"no plan for {quote(trace.model)} fits into {room}: the least is {least} a rank")
     return found
+
+
+def _better(found: Found | None, other: Found | None) -> Found | None:
+    """Return what has the shorter step; what neither of both undercuts counts for it."""
+    if found is None or other is None:
+        return found or other
+    is_ahead = other.step.iteration_s * TIE < found.step.iteration_s
+    return (other if is_ahead else found)._replace(bound_s=min(found.bound_s, other.bound_s))
 
 
 def _plan(problem: Problem, found: Found) -> FsdpPlan:

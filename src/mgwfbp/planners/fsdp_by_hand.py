@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 
 from mgwfbp.fsdp import FsdpPlan
-from mgwfbp.fsdp_units import ROOT, blocks_of, borders_of, idle_of, root_of, units_of
+from mgwfbp.fsdp_units import ROOT, blocks_of, idle_of, reaches_of, root_of, units_of
 from mgwfbp.trace import ModelTrace
 
 __all__ = ["BY_HAND", "plan_blocks_alone", "plan_by_block"]
@@ -15,7 +15,8 @@ def plan_by_block(trace: ModelTrace, root: Collection[str] = ()) -> FsdpPlan:
 
     The backward pass begins with what the forward pass ends with, so that torch would gather it at once again: the
     modules behind the last block (``fully_shard([norm, output], reshard_after_forward=False)``), or the last block.
-    Prefetching is what torch does by itself. Modules that run again in a step are by themselves.
+    Prefetching is what torch does by itself. Modules that run again in a step are by themselves, and those behind the
+    last block are as many groups as they have dtypes in turn.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> names = ["head.w", "norm.w", "h.1.b.w", "h.1.a.w", "h.0.b.w", "h.0.a.w", "embed.w"]
@@ -28,14 +29,19 @@ def plan_by_block(trace: ModelTrace, root: Collection[str] = ()) -> FsdpPlan:
     names, number = [unit.name for unit in units], len(units)
     blocks = blocks_of(names)
     first = min(names.index(blocks[-1]) + 1 if blocks else number, number - 1)
-    ends = sorted({*range(1, first + 1), *borders_of(units), number} - {0})
-    groups = tuple(tuple(names[start:end]) for start, end in pairwise((0, *ends)))
-    reshard = tuple(end <= first for end in ends)
+    ends, reaches = list(range(max(0, first) + 1)), reaches_of(units)
+    while ends[-1] < number:
+        ends.append(reaches[ends[-1]])
+    groups = tuple(tuple(names[start:end]) for start, end in pairwise(ends))
+    reshard = tuple(end <= first for end in ends[1:])
     return FsdpPlan(trace.model, groups, reshard, root=tuple(at_root), idle=tuple(idle))
 
 
 def plan_blocks_alone(trace: ModelTrace, root: Collection[str] = ()) -> FsdpPlan:
     """Return what Transformers and Accelerate wrap: each block, and the rest with the root's group.
+
+    Of the rest that is what has the dtype of the root's own parameters, or else of the first of the rest: modules of
+    other dtypes are by themselves, like blocks.
 
     >>> from mgwfbp.trace import LayerTrace
     >>> names = ["head.w", "h.1.b.w", "h.1.a.w", "h.0.b.w", "h.0.a.w", "embed.w"]
@@ -44,11 +50,20 @@ def plan_blocks_alone(trace: ModelTrace, root: Collection[str] = ()) -> FsdpPlan
     ((('h.0',), ('h.1',)), ('embed', 'head'))
     """
     idle = idle_of(trace)
-    names = [unit.name for unit in units_of(trace, idle=idle) if unit.name != ROOT]
+    units = [unit for unit in units_of(trace, idle=idle) if unit.name != ROOT]
     own = set(root_of(trace, root))
-    blocks = tuple(name for name in blocks_of(names) if name not in own)
-    rest = tuple(name for name in names if name not in blocks)
-    return FsdpPlan(trace.model, tuple((name,) for name in blocks), (True,) * len(blocks), root=rest, idle=tuple(idle))
+    alone = {name for name in blocks_of(unit.name for unit in units) if name not in own}
+    dtypes = next((unit.dtypes for unit in units_of(trace, own, idle) if unit.name == ROOT), frozenset[str]())
+    for unit in units:
+        if unit.name in alone or unit.name in own:
+            continue
+        if len(dtypes | unit.dtypes) > 1:
+            alone.add(unit.name)
+        else:
+            dtypes |= unit.dtypes
+    groups = tuple((unit.name,) for unit in units if unit.name in alone)
+    rest = tuple(unit.name for unit in units if unit.name not in alone)
+    return FsdpPlan(trace.model, groups, (True,) * len(groups), root=rest, idle=tuple(idle))
 
 
 BY_HAND: Mapping[str, Callable[[ModelTrace, Collection[str]], FsdpPlan]] = {

@@ -11,7 +11,7 @@ prefetches far enough has this one. Where states become too many those with the 
 of these bounds counts among what no plan undercuts.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -59,18 +59,15 @@ class _State(NamedTuple):
         )
 
 
-def best_kept(
-    root: Sequence[Group], number: int, group_of: Callable[[int, int], Group], borders: Collection[int] = ()
-) -> Kept:
+def best_kept(root: Sequence[Group], reaches: Sequence[int], group_of: Callable[[int, int], Group]) -> Kept:
     """Return the best plan that reshards nothing, see [Note: a pass over cuts].
 
     Args:
         root: the root's group, if it has one.
-        number: of units.
+        reaches: for each unit where a group that begins with it must have ended.
         group_of: makes a group of the units from one place up to another.
-        borders: where groups must end.
     """
-    start = _State(0.0, 0.0, 0.0, 0.0, 0.0, ())
+    number, start = len(reaches), _State(0.0, 0.0, 0.0, 0.0, 0.0, ())
     for group in root:
         start = start.after(group, 0)._replace(ends=())
     width = max(8, min(WIDTH, MOST_KEPT // number))
@@ -85,8 +82,7 @@ def best_kept(
     for cut in range(number):
         fronts[cut], dropped_s = _front(fronts[cut], left_s[cut], width)
         bound_s = min(bound_s, dropped_s)
-        last = min((border for border in borders if border > cut), default=number)
-        for end in range(cut + 1, last + 1):
+        for end in range(cut + 1, reaches[cut] + 1):
             group = group_of(cut, end)
             fronts[end] += [state.after(group, end) for state in fronts[cut]]
     best = min(fronts[number], key=lambda state: (state.done_s + state.tail_s, len(state.ends)))

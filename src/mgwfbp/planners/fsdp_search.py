@@ -9,8 +9,9 @@ from typing import NamedTuple
 from mgwfbp.cost import Cost
 from mgwfbp.fsdp import FsdpPlan, shares_of
 from mgwfbp.fsdp_step import FsdpStep, Group, lay_out
-from mgwfbp.fsdp_units import ROOT, borders_of, units_of
+from mgwfbp.fsdp_units import ROOT, reaches_of, units_of
 from mgwfbp.memory import Precision, Schedule, fsdp_memory_bytes
+from mgwfbp.planners.fsdp_least import least_reshard
 from mgwfbp.planners.fsdp_pareto import Kept, best_kept
 from mgwfbp.planners.slack import TIE
 from mgwfbp.trace import ModelTrace
@@ -67,7 +68,7 @@ class Search:
         first = units[:1] if units and units[0].name == ROOT else ()
         self.root = [Group.of([unit], problem.cost, problem.precision) for unit in first]
         self.units = units[len(self.root) :]
-        self._borders = borders_of(self.units)
+        self._reaches = reaches_of(self.units)
         self._shares = shares_of(problem.trace, problem.cost, problem.precision, problem.idle)
         self._groups: dict[tuple[int, int], Group] = {}
         self._steps: dict[Choice, FsdpStep] = {}
@@ -83,7 +84,7 @@ class Search:
         starts = [one for one in (self._least, start, kept) if self.fits(one)]
         if not starts:
             return None
-        if len(self.units) <= EXHAUSTED:
+        if self.is_small:
             choice = self.exhaust()
             bound_s = self.step(choice).iteration_s
         else:
@@ -101,7 +102,7 @@ class Search:
 
     @cached_property
     def _kept(self) -> Kept:
-        return best_kept(self.root, len(self.units), self._group, self._borders)
+        return best_kept(self.root, self._reaches, self._group)
 
     def _choice_of(self, plan: FsdpPlan) -> Choice:
         """Return the numbers of a plan with this root."""
@@ -111,15 +112,26 @@ class Search:
 
     @cached_property
     def _least(self) -> Choice:
-        """What needs the least memory: larger groups, and groups that are kept or prefetched, only need more.
+        """What needs the least memory; of many units with each of them by itself, see [Note: the least memory]."""
+        alone = tuple(range(1, len(self.units) + 1))
+        return min(map(self._least_of, self._groupings() if self.is_small else [alone]), key=self._held_bytes)
 
-        But for the last one, which is gathered again when the backward pass begins: where it is frozen, to keep it may
-        need less.
-        """
+    def _least_of(self, ends: tuple[int, ...]) -> Choice:
+        sizes = [group.sizes for group in (*self.root, *map(self._group, (0, *ends), ends))]
+        return Choice(ends, least_reshard(sizes, has_root=bool(self.root)), 1, 1)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether every plan is tried."""
+        return len(self.units) <= EXHAUSTED
+
+    def _groupings(self) -> Iterator[tuple[int, ...]]:
+        """Return all ways to group the units, by where groups end."""
         number = len(self.units)
-        gone = Choice(tuple(range(1, number + 1)), (True,) * number, 1, 1)
-        kept = gone._replace(reshard=(*gone.reshard[1:], False)) if number else gone
-        return min(gone, kept, key=self._held_bytes)
+        for cuts in product((False, True), repeat=max(0, number - 1)):
+            ends = (*(place for place, is_cut in enumerate(cuts, 1) if is_cut), *([number] if number else []))
+            if self._keeps_apart(ends):
+                yield ends
 
     def step(self, choice: Choice) -> FsdpStep:
         """Return what a plan's step is."""
@@ -148,7 +160,10 @@ class Search:
     def fits(self, choice: Choice) -> bool:
         """Say whether a plan keeps apart what must be, and needs no more memory than there is."""
         limit = self._problem.limit
-        return self._borders.issubset(choice.ends) and (limit is None or self._held_bytes(choice) <= limit)
+        return self._keeps_apart(choice.ends) and (limit is None or self._held_bytes(choice) <= limit)
+
+    def _keeps_apart(self, ends: tuple[int, ...]) -> bool:
+        return all(end <= self._reaches[start] for start, end in zip((0, *ends), ends, strict=False))
 
     def _held_bytes(self, choice: Choice) -> int:
         if choice not in self._held:
@@ -164,11 +179,8 @@ class Search:
 
     def exhaust(self) -> Choice:
         """Return the best of all plans."""
-        number, found = len(self.units), list[Choice]()
-        if not number:
-            return Choice((), (), 1, 1)
-        for cuts in product((False, True), repeat=number - 1):
-            ends = (*(place for place, is_cut in enumerate(cuts, 1) if is_cut), number)
+        found = list[Choice]()
+        for ends in self._groupings():
             kept = [(False,) * len(ends)] if self._problem.limit is None else product((False, True), repeat=len(ends))
             choices = product(kept, PREFETCHES, PREFETCHES)
             found += [one for one in (Choice(ends, *rest) for rest in choices) if self.fits(one)]
@@ -203,14 +215,14 @@ class Search:
             yield from self._made_to_fit(self._kept.ends, *ahead)
         size = float(max(1, min(sizes)))
         while True:
-            ends, filled = list[int](), 0
+            starts, filled = [0], 0
             for place, one in enumerate(sizes):
-                if filled and (filled + one > size or place in self._borders):
-                    ends.append(place)
+                if place == self._reaches[starts[-1]] or (filled and filled + one > size):
+                    starts.append(place)
                     filled = 0
                 filled += one
             for prefetch in PREFETCHES:
-                yield from self._made_to_fit((*ends, len(sizes)), prefetch, prefetch)
+                yield from self._made_to_fit((*starts[1:], len(sizes)), prefetch, prefetch)
             if size >= sum(sizes):
                 return
             size *= FACTOR

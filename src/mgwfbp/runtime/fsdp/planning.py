@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,20 +26,20 @@ from mgwfbp.costs import ShardedCost, cost_with_halves
 from mgwfbp.errors import MeasureError, PlanError
 from mgwfbp.files import naming, read_json
 from mgwfbp.fsdp import FsdpPlan, predict_fsdp
-from mgwfbp.fsdp_units import ROOT, as_if_reached, whole_units, without_bytes
+from mgwfbp.fsdp_units import ROOT, as_if_reached, whole_units, with_dtypes, without_bytes
 from mgwfbp.measure.agreement import agree_on_trace, broadcast_text, reduce_values, together, try_together
 from mgwfbp.measure.allreduce import measure_halves
 from mgwfbp.measure.backward import measure_backward, plain_passes
 from mgwfbp.measure.beside import Load, load_beside, measure_taken
-from mgwfbp.measure.modules import own_bytes, unit_bytes
+from mgwfbp.measure.modules import own_bytes, trained_dtypes, unit_bytes
 from mgwfbp.measure.workload import LossFn, default_loss
-from mgwfbp.memory import Precision
+from mgwfbp.memory import STATES, Precision
 from mgwfbp.planners.fsdp import plan_fsdp
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from mgwfbp.trace import ModelTrace, load_trace
 from mgwfbp.units import format_bytes, parse_bytes, plural, quote
 
-__all__ = ["MOST_UNKNOWN", "FsdpInputs", "FsdpPlanning", "Place", "make_plan"]
+__all__ = ["MOST_UNKNOWN", "FsdpInputs", "FsdpPlanning", "Place", "make_plan", "plan_together"]
 
 _log = logging.getLogger("mgwfbp")
 
@@ -64,6 +64,8 @@ class FsdpPlanning(NamedTuple):
 class FsdpInputs:
     """What there is to plan with."""
 
+    NAMES: ClassVar[tuple[str, ...]] = ("batch", "loss_fn", "trace", "cost", "memory_limit")
+
     batch: Any = None
     loss_fn: LossFn | None = None
     trace: ModelTrace | Path | None = None
@@ -72,8 +74,7 @@ class FsdpInputs:
 
     def given(self) -> list[str]:
         """Return the names of what is there."""
-        names = ("batch", "loss_fn", "trace", "cost", "memory_limit")
-        return [name for name in names if getattr(self, name) is not None]
+        return [name for name in self.NAMES if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def make_plan(
         PlanError: on every rank, where something is missing or cannot be planned with, or no plan fits.
         MeasureError: on every rank, where something cannot be measured.
     """
-    read = _raising(lambda: _read(model, inputs, place, find_root()), place.group)
+    read = plan_together(lambda: _read(model, inputs, place, find_root()), place.group)
     kinds = read.kinds()
     most = reduce_values([*kinds, *(-kind for kind in kinds)], "max", place.group)
     for name, high, low in zip(("trace", "cost", "memory_limit"), most[:3], most[3:], strict=True):
@@ -185,7 +186,7 @@ def make_plan(
             return made(memory_limit=read.limit)
         return plan_in_room(made, room, by_block)
 
-    found = _raising(plan, place.group)
+    found = plan_together(plan, place.group)
     if found is not None and read.limit is None and room is None:
         _warn_of_memory(found, by_block)
     # Rank 0 plans: libm differs between processors, so two ranks could compute different plans.
@@ -224,7 +225,7 @@ def _warn_of_memory(plan: FsdpPlan, by_block: int) -> None:
         )
 
 
-def _raising(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+def plan_together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Do local work on every rank; where it fails a rank raises what it met, and the others say which rank failed."""
     result, failed, caught = try_together(work, group)
     if caught is not None:
@@ -247,6 +248,8 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
             limit = parse_bytes(limit)
         except ValueError as problem:
             raise PlanError(f"memory_limit is {problem}") from None
+    if limit is not None and not isinstance(limit, int | float):
+        raise PlanError(f"memory_limit is {quote(limit)}, expected bytes or a size such as 40GiB")
     trace = inputs.trace
     if isinstance(trace, str | os.PathLike):
         trace = load_trace(trace)
@@ -268,8 +271,10 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
 
 
 def _as_sharded(trace: ModelTrace, model: nn.Module, place: Place) -> ModelTrace:
-    """Return a trace without the bytes of parameters that are not sharded."""
-    return without_bytes(trace, {name for name, one in model.named_parameters() if id(one) in place.ignored})
+    """Return a trace with the dtypes of the model, and without the bytes of parameters that are not sharded."""
+    dtypes = trained_dtypes(model, is_trained="frozen" not in trace.source, ignored=place.ignored)
+    names = {name for name, one in model.named_parameters() if id(one) in place.ignored}
+    return without_bytes(with_dtypes(trace, dtypes), names)
 
 
 def _check_trace(trace: ModelTrace, model: nn.Module, place: Place) -> None:
@@ -334,13 +339,27 @@ def _measured_trace(model: nn.Module, inputs: FsdpInputs, place: Place) -> tuple
     trace = agree_on_trace(together(measure, place.group), place.group)
     if not on_gpu:
         return trace, None
-    own = sum(parameter.nbytes for parameter in model.parameters())
-    activations = torch.cuda.max_memory_allocated(place.device) - before - trace.grad_bytes
-    others = before - own  # of the model's buffers, the batch, and whatever else is there
+    taken = torch.cuda.max_memory_allocated(place.device) - before
     total = torch.cuda.get_device_properties(place.device).total_memory
-    room = USABLE * total - max(0, activations) - max(0, others)
+    room = room_beside(model, place, total, before, taken - trace.grad_bytes)
     torch.cuda.empty_cache()  # what a step of the whole model took is more than sharded ones will
     return trace, int(reduce_values([room], "min", place.group)[0])
+
+
+def room_beside(model: nn.Module, place: Place, total: int, before: int, activations: int) -> float:
+    """Return what a device has for what FSDP2 shards and gathers.
+
+    Args:
+        model: which was whole on the device.
+        place: says which of its parameters each rank has whole: these, their gradients and states need room, too.
+        total: bytes of the device.
+        before: bytes that were taken before the measured step.
+        activations: and those that it took beside gradients.
+    """
+    sharded = sum(one.nbytes for one in model.parameters() if id(one) not in place.ignored)
+    trained = sum(one.nbytes for one in model.parameters() if id(one) in place.ignored and one.requires_grad)
+    others = before - sharded  # of what is ignored, buffers, the batch, and whatever else is there
+    return USABLE * total - max(0, activations) - max(0, others) - (1 + STATES) * trained
 
 
 def _measured_cost(model: nn.Module, inputs: FsdpInputs, place: Place, trace: ModelTrace, *, can_run: bool) -> Cost:

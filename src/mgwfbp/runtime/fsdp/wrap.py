@@ -22,9 +22,10 @@ from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
 from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_bytes, unit_names
 from mgwfbp.measure.workload import LossFn
 from mgwfbp.record import check_items
-from mgwfbp.runtime.fsdp.planning import MOST_UNKNOWN, FsdpInputs, FsdpPlanning, Place, make_plan
+from mgwfbp.runtime.fsdp.checks import check_dtypes, checked_arguments, listed
+from mgwfbp.runtime.fsdp.planning import MOST_UNKNOWN, FsdpInputs, FsdpPlanning, Place, make_plan, plan_together
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_bytes, format_seconds, plural, quote
+from mgwfbp.units import format_bytes, format_seconds, plural
 
 __all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard"]
 
@@ -66,7 +67,7 @@ def fully_shard(
 ) -> AnyModule:
     """Apply torch's FSDP2 to a model, in the groups of a plan, with its resharding and its prefetching.
 
-    Without a plan it makes one, as `plan_fully_shard` does with the same arguments. Rank 0 logs it.
+    Without a plan it makes one, as `plan_fully_shard` does with the same arguments. The first rank logs it.
 
     Each group of the plan becomes one call of `torch.distributed.fsdp.fully_shard`, and what is in none becomes the
     root's, which is gathered first and stays. What comes out is FSDP2's in every way: parameters are `DTensor`, and
@@ -76,7 +77,7 @@ def fully_shard(
     outside of it (an embedding that is tied to the head), has parameters and no forward pass, or is read by a
     `torch.nn.MultiheadAttention` without being called. So do those that the plan has there: what is measured is looked
     at for modules that are not called, are read while they do not run, or return parameters of theirs. A container
-    without a forward pass is wrapped as the modules in it. Rank 0 logs what stays and why.
+    without a forward pass is wrapped as the modules in it. The first rank of the mesh logs what stays and why.
 
     All ranks of the mesh must call it, with the same plan, or with what to plan with.
 
@@ -97,12 +98,12 @@ def fully_shard(
 
     Raises:
         PlanError: on every rank and before anything is wrapped, where the plan is not one for this model, or not that
-            of all ranks, where there is nothing to plan with, or no plan fits into the limit.
+            of all ranks, where there is nothing to plan with, or no plan fits into the limit, where an argument is not
+            torch's, or where torch could not shard the model so: scalar parameters, several dtypes in one group.
         MeasureError: on every rank, where the model or the network cannot be measured.
         StrategyError: where this torch has no public ``fully_shard``.
     """
     shard = _torchs_fully_shard()
-    arguments = _told(arguments)
     inputs, wrapping = FsdpInputs(batch, loss_fn, trace, cost, memory_limit), None
     made: FsdpPlan | None = None
 
@@ -110,12 +111,14 @@ def fully_shard(
         nonlocal wrapping
         if plan is not None and (besides := inputs.given()):
             raise PlanError(f"plan is given, and {' and '.join(besides)} to make one of: leave out one or the other")
-        _check(model, arguments)
         loaded = made or (plan if isinstance(plan, FsdpPlan) else FsdpPlan.load(plan))  # type: ignore[arg-type]
-        wrapping = _wrapping_of(model, loaded)
+        wrapping = _wrapping_of(model, loaded, ignored)
         return loaded
 
     with _ranks_of(arguments.get("mesh")) as group:
+        arguments = plan_together(lambda: checked_arguments(model, arguments), group)
+        ignored = set(map(id, arguments.get("ignored_params", ())))
+        is_first = dist.get_rank(group) == 0
         # Ranks that make a plan talk of it in other messages than ranks that compare the one they were given.
         if reduce_values([float(plan is None)], "sum", group)[0] not in (0, dist.get_world_size(group)):
             raise PlanError("plan is given on some ranks only: give it to every rank or to none")
@@ -123,9 +126,9 @@ def fully_shard(
             made = _made(model, inputs, arguments, group).plan
         agreed = agree_on_fsdp_plan(prepare, group)
     assert wrapping is not None  # noqa: S101 - the plan was prepared
-    if dist.get_rank() == 0:
+    if is_first:
         _log_kept(wrapping)
-        _warn_of_plan(model, agreed, wrapping, set(map(id, arguments.get("ignored_params", ()))))
+        _warn_of_plan(model, agreed, wrapping, ignored)
     # Units never nest, so that groups may be wrapped in any order; the root comes last.
     for parts, is_resharded in zip(wrapping.groups, wrapping.reshard, strict=True):
         shard(parts[0] if len(parts) == 1 else list(parts), reshard_after_forward=is_resharded, **arguments)
@@ -166,13 +169,14 @@ def plan_fully_shard(
             and ``ignored_params`` matter.
 
     Raises:
-        PlanError: on every rank, where there is nothing to plan with, or no plan fits into the limit.
+        PlanError: on every rank, where there is nothing to plan with, no plan fits into the limit, an argument is not
+            torch's, or torch cannot shard the model.
         MeasureError: on every rank, where the model or the network cannot be measured.
         StrategyError: where this torch has no public ``fully_shard``.
     """
     _torchs_fully_shard()
-    arguments = _told(arguments)
     with _ranks_of(arguments.get("mesh")) as group:
+        arguments = plan_together(lambda: checked_arguments(model, arguments), group)
         return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments, group)
 
 
@@ -186,18 +190,12 @@ def _torchs_fully_shard() -> Any:
     return shard
 
 
-def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are given: None stands for torch's default."""
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
 def _made(
     model: nn.Module, inputs: FsdpInputs, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> FsdpPlanning:
     """Make a plan and log it."""
 
     def stay() -> list[str]:
-        _check(model, arguments)
         if "dp_mesh_dims" in arguments:
             raise PlanError(
                 "dp_mesh_dims is given, and a plan is made for a mesh whose last dimension shards: give plan=, or such "
@@ -206,7 +204,7 @@ def _made(
         return list(kept_units(model, unit_names(model)))
 
     made = make_plan(model, inputs, Place.of(group, arguments), stay)
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         predicted = made.plan.predicted
         step_s, bound_s = (format_seconds(predicted[name]) for name in ("iteration_s", "lower_bound_s"))
         held = format_bytes(predicted["memory_bytes"])
@@ -219,7 +217,7 @@ def _made(
         )
         if alone := [unit.name for unit in whole_units(made.trace).values() if unit.is_alone]:
             _log.info(
-                "%s", f"planned by themselves, and as if gathered once: {_listed(alone)}, which run again in a step"
+                "%s", f"planned by themselves, and as if gathered once: {listed(alone)}, which run again in a step"
             )
     return made
 
@@ -243,7 +241,7 @@ def _ranks_of(mesh: Any) -> Iterator[dist.ProcessGroup | None]:
             dist.destroy_process_group(group)
 
 
-def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
+def _wrapping_of(model: nn.Module, plan: FsdpPlan, ignored: Collection[int]) -> _Wrapping:
     """Check the plan against the model, and return which modules are wrapped together."""
     modules, units = dict(model.named_modules()), unit_names(model)
     planned = {*chain(*plan.groups), *plan.root, *plan.idle}
@@ -252,18 +250,19 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
         units = trained  # a plan of a trace that has no frozen parameters
     plan.check_covers(units)
     kept = kept_units(model, units)
-    groups, reshard, is_reached = [], [], []
+    groups, reshard, is_reached = list[tuple[tuple[str, ...], tuple[nn.Module, ...]]](), [], []
     not_reached = plan.predicted.get("not_reached", sorted(units - trained))
     for names, is_resharded in zip(plan.groups, plan.reshard, strict=True):
         group = [one for name in names if name not in kept for one in called_of(modules[name]) or ()]
         if group:
-            groups.append(tuple(group))
+            groups.append((names, tuple(group)))
             reshard.append(is_resharded)
             is_reached.append(not set(names).issubset(not_reached))
     # A plan that does not say what the backward pass reaches is taken to have nothing trained before its groups.
     if "not_reached" not in plan.predicted:
         is_reached = list(accumulate(is_reached, or_))
     idle = [one for name in plan.idle if name not in kept for one in called_of(modules[name]) or ()]
+    check_dtypes(model, (*groups, *((plan.idle, (one,)) for one in idle)), ignored)
     frozen = [
         one.nbytes
         for name, one in model.named_parameters()
@@ -274,27 +273,13 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan) -> _Wrapping:
         names = check_items(plan.predicted.get(kind, ()), str, f"predicted: {kind}", PlanError)
         because.update({name: why for name in names if name in because})
     return _Wrapping(
-        tuple(groups),
+        tuple(parts for _, parts in groups),
         tuple(reshard),
         tuple(is_reached),
         tuple(idle),
         {name: why for name, why in {**because, **kept}.items() if name not in plan.idle},
         (len(frozen), sum(frozen)),
     )
-
-
-def _check(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raise where the model or the arguments cannot be used."""
-    if "reshard_after_forward" in arguments:
-        raise PlanError("reshard_after_forward is given, and the plan says it for each group: leave it out")
-    _check_whole(model)
-
-
-def _check_whole(model: nn.Module) -> None:
-    """Raise where a part of the model is sharded already."""
-    for name, one in model.named_modules():
-        if isinstance(one, torch.distributed.fsdp.FSDPModule):
-            raise PlanError(f"{quote(name) if name else 'the model'} is fully sharded already: give a model as made")
 
 
 def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> None:
@@ -324,7 +309,7 @@ def _log_kept(wrapping: _Wrapping) -> None:
     because: dict[str, list[str]] = {}
     for name, why in wrapping.kept.items():
         because.setdefault(why, []).append(name)
-    parts = [f"{_listed(names)} ({'each ' if len(names) > 1 else ''}{why})" for why, names in because.items()]
+    parts = [f"{listed(names)} ({'each ' if len(names) > 1 else ''}{why})" for why, names in because.items()]
     number, size = wrapping.frozen
     if number:
         parts.append(f"{plural(number, 'frozen parameter')} of {format_bytes(size)} (in no module of the plan)")
@@ -336,7 +321,7 @@ def _warn_of_plan(model: nn.Module, plan: FsdpPlan, wrapping: _Wrapping, ignored
     """Warn where a plan can be run, and was made for another step: with other modules in the root, or other sizes."""
     if lost := [name for name in chain(*plan.groups) if name in wrapping.kept]:
         _log.warning(
-            "the plan has %s in groups, not with the root: it predicts another step and its memory", _listed(lost)
+            "the plan has %s in groups, not with the root: it predicts another step and its memory", listed(lost)
         )
     sizes = unit_bytes(model, ignored=ignored).values()
     stored, trained = (sum(size[place] for size in sizes) for place in range(2))
@@ -348,8 +333,3 @@ def _warn_of_plan(model: nn.Module, plan: FsdpPlan, wrapping: _Wrapping, ignored
             f"the plan is for {was_stored} B of parameters, {was_trained} of them trained, the model has {stored} B, "
             f"{trained} of them trained: it predicts another step and its memory",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Name the first of some modules, and say how many more there are."""
-    return f"{', '.join(map(quote, names[:3]))}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
