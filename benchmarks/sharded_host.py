@@ -10,6 +10,7 @@ for Python is. The ways take turns. Prints medians in ms, of rank 0.
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -29,7 +30,7 @@ def main() -> None:
     number = parser.parse_args().parameters
     torch.set_num_threads(1)
     with process_group("cpu", None, timeout_s=60):
-        steps = {name: stepper(number, is_sharded=name == "sharded") for name in ("ddp", "sharded")}
+        steps = {name: stepper(number, name) for name in ("ddp", "sharded", "all-reduced")}
         taken_s: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(TURNS + 1):
             for name, step in steps.items():
@@ -43,18 +44,20 @@ def main() -> None:
             print(f"{number} parameters: {found}")
 
 
-def stepper(number: int, *, is_sharded: bool) -> Callable[[], None]:
+def stepper(number: int, way: str) -> Callable[[], None]:
     torch.manual_seed(0)
     layers = [layer for _ in range(number // 2) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     module, x = nn.Sequential(*layers), torch.randn(4, WIDTH)
     model: nn.Module
     optimizer: optim.Optimizer
-    if is_sharded:
-        model = ours = DistributedDataParallel(module, tune=False, bucket_cap_mb=BUCKET_MB)
-        optimizer = ShardedOptimizer(ours, optim.SGD, lr=1e-3, momentum=0.9, foreach=True)
-    else:
+    if way == "ddp":
         model = StockDdp(module, bucket_cap_mb=BUCKET_MB)
         optimizer = optim.SGD(module.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+    else:
+        model = ours = DistributedDataParallel(module, tune=False, bucket_cap_mb=BUCKET_MB)
+        assert ours.plan is not None  # of its own buckets
+        plan = None if way == "sharded" else replace(ours.plan, gathers=())
+        optimizer = ShardedOptimizer(ours, optim.SGD, plan=plan, lr=1e-3, momentum=0.9, foreach=True)
 
     def step() -> None:
         optimizer.zero_grad()
