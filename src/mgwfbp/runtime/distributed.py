@@ -24,7 +24,7 @@ from mgwfbp.runtime.observe.observation import Observation, observing
 from mgwfbp.runtime.observe.observer import Observer
 from mgwfbp.runtime.observe.steps import Note
 from mgwfbp.runtime.observe.strides import StrideWatch
-from mgwfbp.runtime.reducer.changes import give_first, give_together, take_back
+from mgwfbp.runtime.reducer.changes import change_together, give_first
 from mgwfbp.runtime.reducer.compile_private import follow_plans, notice_graphs, warn_of_old_cuts
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.kinds import PlanLike, read_plan
@@ -296,16 +296,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         with torch.profiler.record_function("mgwfbp: plan"), on_device(self.device):
             agreed = agree_on_plan(prepare, self.process_group)
             buckets, wires = (None, ()) if agreed is None else (handle.buckets_of(agreed.groups), agreed.wire)
-            changes, before = (buckets, wires) != (handle.given, handle.wires), handle.in_force
-            failed = give_together(handle, buckets, wires) if changes else None
-            if failed is not None:
-                take_back(handle, *before)
-                raise PlanError(
-                    f"rank {failed.rank} cannot have the plan, and the one in force stays: {failed.problem}"
-                ) from failed.caught
+            changes = (buckets, wires) != (handle.given, handle.wires)
+            if changes:
+                change_together(handle, buckets, wires)
         self._self_tuning.stop("a plan was set by hand")
-        self._handle = handle
-        self._plan = agreed
+        self._handle, self._plan = handle, agreed
         if changes:
             warn_of_old_cuts(self)
         handle.gathers = handle.buckets_of(agreed.gathers) if agreed is not None and agreed.gathers else None

@@ -14,7 +14,7 @@ from mgwfbp.measure.agreement import reduce_values, try_together
 from mgwfbp.runtime.reducer.handle import ReducerHandle
 from mgwfbp.runtime.reducer.parameters import Buckets
 
-__all__ = ["Failure", "give_first", "give_together", "take_back"]
+__all__ = ["Failure", "change_together", "give_first", "give_together", "take_back"]
 
 # How often all ranks try to go back; who has no memory left for the buckets that it had cannot train.
 ATTEMPTS = 3
@@ -64,6 +64,20 @@ def give_first(reducer: ReducerHandle, buckets: Buckets, wires: tuple[str, ...],
         reducer.set_buckets(buckets, wires)
     elif (failed := give_together(reducer, buckets, wires)) is not None:
         raise PlanError(f"rank {failed.rank} cannot have the plan: {failed.problem}") from failed.caught
+
+
+def change_together(reducer: ReducerHandle, buckets: Buckets | None, wires: tuple[str, ...]) -> None:
+    """Give the Reducers of all ranks these buckets, or on any failure those that they had. All ranks must call it.
+
+    Raises:
+        PlanError: on every rank, where one cannot have them.
+    """
+    before = reducer.in_force
+    if (failed := give_together(reducer, buckets, wires)) is not None:
+        take_back(reducer, *before)
+        raise PlanError(
+            f"rank {failed.rank} cannot have the plan, and the one in force stays: {failed.problem}"
+        ) from failed.caught
 
 
 def take_back(reducer: ReducerHandle, buckets: Buckets | None, wires: tuple[str, ...]) -> None:
