@@ -34,7 +34,7 @@ def test_no_forward_pass_reads_what_was_before_whoever_holds_the_parameter(tmp_p
         assert differences == dict.fromkeys(differences, 0.0)
 
 
-@pytest.mark.parametrize("name", HOLDERS.keys() - {STRAY})
+@pytest.mark.parametrize("name", sorted(HOLDERS.keys() - {STRAY}))
 def test_what_another_module_holds_of_a_model_is_waited_for_when_the_model_begins(name: str) -> None:
     module = Scaled(HOLDERS[name], is_inside=True)
     assert held_by(module).behind[module.inside] == {id(module.scale): module.scale}
