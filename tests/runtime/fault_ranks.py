@@ -210,6 +210,7 @@ def beside(
         "steps": ours.tuning.steps,
         "planner": ours.plan.planner,
         "left": left_on(ours) if ours.tuning.state != "working" else [],
+        "low": [one.name for one in ours.tuning.candidates if one.plan.wire],
     }
 
 
@@ -430,12 +431,12 @@ def wire() -> dict[str, Any]:
 
 
 def wire_without_room() -> dict[str, Any]:
-    """One rank has no memory for a message in low precision beside the one that is converted."""
+    """One rank has no memory for any message in low precision beside the one that is converted."""
 
     def fault(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(room, "headroom_bytes", lambda _: -1e9 if is_odd() else 0.0)
 
-    return beside(fault=fault, steps=70, wire="bfloat16")
+    return beside(fault=fault, steps=SETTLED_STEPS, wire="bfloat16")
 
 
 def replanned() -> dict[str, Any]:

@@ -156,11 +156,10 @@ def test_low_precision_that_cannot_be_sent_is_not_tried_and_ranks_do_not_wait_fo
         assert (found["state"], found["reason"], found["left"]) == ("off", "RuntimeError: no group", [])
 
 
-def test_low_precision_that_one_rank_has_no_memory_for_is_tried_on_none(pair: list[Any]) -> None:
+def test_low_precision_that_one_rank_has_no_memory_for_is_tried_on_none_and_tuning_goes_on(pair: list[Any]) -> None:
     for found in (told["wire_without_room"] for told in pair):
         check_training_is_stocks(found, 2)
-        assert (found["state"], found["planner"], found["left"]) == ("off", "ddp", [])
-        assert found["reason"].startswith("a message in low precision would take ")
+        assert (found["state"], found["low"], found["left"]) == ("settled", [], []), found["reason"]
 
 
 @pytest.mark.parametrize("mode", ["plain", "unused", "static", "hook"])
