@@ -3,7 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from mgwfbp.runtime.rows.rows import Owned
 from tests.runtime.launch import run_ranks
 
 
@@ -45,3 +48,14 @@ def test_a_step_of_a_module_that_was_converted_is_refused_and_one_of_memory_that
         assert found.pop("shared")["step"] == ""
         for one in found.values():
             assert "is another, or has another dtype, device or strides, than when" in one["step"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_rows_are_cut_anew_also_where_gradients_are_switched_off(mode: Any) -> None:
+    parameter, elsewhere = nn.Parameter(torch.arange(4.0)), torch.arange(4.0)
+    with mode():
+        owned = Owned("weight", parameter, 1, 2)
+        parameter.data = elsewhere
+        assert owned.has_moved
+        assert owned.cut_anew()
+    assert owned.row.tolist() == [2.0, 3.0]

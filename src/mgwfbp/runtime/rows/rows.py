@@ -200,4 +200,6 @@ def _laid(tensor: Tensor) -> tuple[Any, ...]:
 
 def _accumulator_of(parameter: Tensor) -> Any:
     """Return what takes the gradient of a parameter in a backward pass; None of one that is frozen."""
-    return get_gradient_edge(parameter).node if parameter.requires_grad else None
+    # Torch asks a view of it, which has no gradient where the caller has switched these off.
+    with torch.inference_mode(False), torch.enable_grad():
+        return get_gradient_edge(parameter).node if parameter.requires_grad else None
