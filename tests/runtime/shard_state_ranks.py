@@ -308,12 +308,14 @@ class Uses(Shared):
 
 
 def load_otherwise() -> dict[str, Any]:
-    """Save rows of one model and load them into one that lies otherwise in memory, or has used other parameters."""
+    """Save rows of a model and load them into one that lies otherwise in memory, is cut otherwise, or used others."""
     if not hasattr(torch.distributed.tensor, "DTensor"):
         return {}
     channels = [Way(optim.AdamW, {"lr": 0.01}, model=model) for model in (Channels, Contiguous)]
     damped = {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}
+    half = [channels[0], replace(channels[1], gathered=0.5)]
     cases = {"to contiguous": channels, "from contiguous": channels[::-1]}
+    cases |= {"to half all-reduced": half, "from half all-reduced": half[::-1]}
     for kind, options in ((optim.NAdam, {}), (optim.SGD, damped)):
         some = Way(kind, options, model=partial(Shared, unused=True), ddp={"find_unused_parameters": True})
         cases[kind.__name__] = [some, replace(some, model=Uses)]

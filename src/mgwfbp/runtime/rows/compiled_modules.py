@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["graph_of", "put_back", "runs_graphs"]
+__all__ = ["graph_of", "put_back", "put_in", "runs_graphs"]
+
+_NOTHING = object()
 
 
 def runs_graphs(module: nn.Module) -> bool:
@@ -15,20 +17,26 @@ def runs_graphs(module: nn.Module) -> bool:
 
 def graph_of(module: nn.Module) -> Any:
     """Return what calls a module that is compiled, scripted, traced or a CUDA graph; None of another."""
-    compiled = vars(module).get("_compiled_call_impl")
+    has = vars(module)  # asked of every module in every step
+    compiled = has.get("_compiled_call_impl")
     if compiled is not None:
         return compiled
     is_graph = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
-    return module._call_impl if is_graph or _replays(module) else None
+    # `torch.cuda.make_graphed_callables` puts a function of its own where the forward pass was.
+    replays = "forward" in has and getattr(has["forward"], "__module__", "") == "torch.cuda.graphs"
+    return module._call_impl if is_graph or replays else None
 
 
-def _replays(module: nn.Module) -> bool:
-    """Say whether `torch.cuda.make_graphed_callables` has put a function of its own where the forward pass was."""
-    return getattr(vars(module).get("forward"), "__module__", "") == "torch.cuda.graphs"
+def put_in(module: nn.Module, name: str, value: Any) -> Any:
+    """Let a module have something else under a name; return what `put_back` needs."""
+    kept = vars(module).get(name, _NOTHING)  # a traced module has it in another one inside
+    vars(module)[name] = value
+    return kept
 
 
-def put_back(module: nn.Module, name: str, value: Any) -> None:
+def put_back(module: nn.Module, name: str, kept: Any) -> None:
     """Give a module what it had under a name."""
-    del vars(module)[name]
-    if getattr(module, name, None) is not value:  # else it is found elsewhere: a traced module has another one inside
-        vars(module)[name] = value
+    if kept is _NOTHING:
+        del vars(module)[name]
+    else:
+        vars(module)[name] = kept

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mgwfbp.runtime.rows.compiled_modules import graph_of, put_back
+from mgwfbp.runtime.rows.compiled_modules import graph_of, put_back, put_in
 from mgwfbp.runtime.rows.holders import Holders
 from mgwfbp.units import plural
 
@@ -78,12 +78,13 @@ class Guards:
         self._holders = {one: holders.listed[one] | holders.behind[one] for one in modules}
         self._holders[module] |= self._first
         self._handles: list[Any] = []
-        self._tree = list(map(_has, self._modules))
+        self._graphs: list[nn.Module] = []  # in which something stands for what calls them
+        self._tree = _tree_of(self._modules)
 
     @property
     def have_changed(self) -> bool:
         """Whether some module has other parameters or modules than it had; asked when nothing stands in them."""
-        return list(map(_has, self._modules)) != self._tree
+        return _tree_of(self._modules) != self._tree
 
     @property
     def waits_early(self) -> str:
@@ -100,32 +101,38 @@ class Guards:
         for module, guarded in self._guarded:
             if guarded.finisher is None or module._parameters is not guarded:
                 # Somebody may have kept it and put it back: then it stands for the module's own already.
-                own = guarded.own if module._parameters is guarded else module._parameters
-                guarded.stand_for(own, finisher)
-                vars(module)["_parameters"] = guarded
+                if module._parameters is not guarded:
+                    guarded.own = module._parameters
+                    guarded.kept = put_in(module, "_parameters", guarded)
+                guarded.stand(finisher)
         if not self._handles:
             hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders.items() if held]
             # Before hooks of others, which may read what they hold.
             self._handles = [module.register_forward_pre_hook(hook, prepend=True) for module, hook in hooks]
-        for module in self._modules:
-            call = graph_of(module) or (module._call_impl if all_first and module is self._modules[0] else None)
-            if call is not None and not isinstance(call, _FinishesFirst):
-                kept = module._compiled_call_impl
-                vars(module)["_compiled_call_impl"] = _FinishesFirst(finisher, call, kept)
+        graphs = [(module, call) for module in self._modules if (call := graph_of(module)) is not None]
+        outermost = self._modules[0]
+        if all_first and outermost not in dict(graphs):
+            graphs.append((outermost, outermost._call_impl))
+        for module, call in graphs:
+            if not isinstance(call, _FinishesFirst):
+                first = _FinishesFirst(finisher, call)
+                first.kept = put_in(module, "_compiled_call_impl", first)
+                self._graphs.append(module)
 
     def take_off(self) -> None:
         """Give modules back what was there."""
         for module, guarded in self._guarded:
             if module._parameters is guarded:
-                put_back(module, "_parameters", guarded.own)
+                put_back(module, "_parameters", guarded.kept)
             guarded.finisher = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for module in self._modules:
+        for module in self._graphs:
             call = vars(module).get("_compiled_call_impl")
             if isinstance(call, _FinishesFirst):
                 put_back(module, "_compiled_call_impl", call.kept)
+        self._graphs = []
 
 
 def _finish_all(modules: Sequence[nn.Module]) -> None:
@@ -135,9 +142,14 @@ def _finish_all(modules: Sequence[nn.Module]) -> None:
             one._parameters.finish_all()
 
 
-def _has(module: nn.Module) -> list[int]:
-    """Return the ids of what a module has: parameters and modules."""
-    return [*map(id, module._parameters.values()), *map(id, module._modules.values())]
+def _tree_of(modules: Sequence[nn.Module]) -> list[int]:
+    """Return the ids of what each module has, parameters and modules, and of the module behind them."""
+    found: list[Any] = []
+    for module in modules:
+        found += module._parameters.values()
+        found += module._modules.values()
+        found.append(module)
+    return list(map(id, found))
 
 
 class _Finishes:
@@ -169,8 +181,8 @@ def _make_nothing() -> Callable[..., None]:
 class _FinishesFirst:
     """Stands for what calls a module's graph until all parameters are finished."""
 
-    def __init__(self, finisher: Finisher, graph: Callable[..., Any], kept: Any) -> None:
-        self._finisher, self._graph, self.kept = finisher, graph, kept
+    def __init__(self, finisher: Finisher, graph: Callable[..., Any]) -> None:
+        self._finisher, self._graph, self.kept = finisher, graph, None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self._finisher.finish_all()
@@ -195,12 +207,13 @@ class Guarded(dict[str, Any]):
     def __init__(self, pending: Mapping[int, object]) -> None:
         super().__init__()
         self.own: dict[str, Any] = {}  # the module's
+        self.kept: Any = self.own  # what the module has instead when this one is taken off
         self.finisher: Finisher | None = None  # as long as something is pending
         self._pending = pending
 
-    def stand_for(self, own: dict[str, Any], finisher: Finisher) -> None:
-        """Hold what a module's own dict holds now."""
-        self.own, self.finisher = own, finisher
+    def stand(self, finisher: Finisher) -> None:
+        """Hold what the module's own dict holds now."""
+        self.finisher = finisher
         self._hold_own()
 
     def _hold_own(self) -> None:

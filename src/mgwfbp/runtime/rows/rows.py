@@ -131,10 +131,12 @@ class Owned:
     def __init__(self, name: str, parameter: nn.Parameter, rank: int, world: int) -> None:
         self.name, self.parameter, self.is_whole = name, parameter, world == 1
         self.memory, self._laid, self._accumulates = memory_of(parameter), _laid(parameter), _accumulator_of(parameter)
+        self._address = self.memory.data_ptr()
         length = -(-parameter.numel() // world)
         self._part = slice(rank * length, (rank + 1) * length)
-        # A view: whoever changes it changes the parameter.
-        self.row = nn.Parameter(self.memory[self._part], requires_grad=parameter.requires_grad)
+        # A view: whoever changes it changes the parameter. Of all of it there is nothing to cut, nor of its gradient.
+        row = self.memory[self._part]
+        self.row = parameter if self.is_whole else nn.Parameter(row, requires_grad=parameter.requires_grad)
 
     @property
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,40 +144,43 @@ class Owned:
         return tuple(self.parameter.shape), self.parameter.stride()
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's row of a tensor that has the parameter's shape, as a flat tensor."""
-        return self.row_of(memory_of(self._laid_out(tensor.dtype).copy_(tensor))).clone()
+        """Return what this rank has of a tensor that has the parameter's shape: as `row`, flat unless it is whole."""
+        found = self._laid_out(tensor.dtype).copy_(tensor)
+        return found if self.is_whole else self.row_of(memory_of(found)).clone()
 
     def row_of(self, numbers: Tensor) -> Tensor:
         """Return this rank's row of numbers in the order of the parameter's memory, as a view."""
         return numbers[self._part]
 
-    def in_memory(self, grad: Tensor) -> Tensor:
-        """Return a gradient's numbers in the order of the parameter's, as a view where they have it."""
-        is_alike = grad.stride() == self.parameter.stride()
-        return memory_of(grad if is_alike else self._laid_out(grad.dtype).copy_(grad))
+    def flat(self, part: Tensor) -> Tensor:
+        """Return what this rank has of a tensor in the order of the parameter's memory, as a view where it is so."""
+        if not self.is_whole:
+            return part
+        is_alike = part.stride() == self.parameter.stride()
+        return memory_of(part if is_alike else self._laid_out(part.dtype).copy_(part))
 
     def _laid_out(self, dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
         """Return an empty tensor that lies in memory as the parameter does, or by these strides."""
         own = self.parameter
         return torch.empty_strided(own.shape, strides or own.stride(), dtype=dtype, device=own.device)
 
-    def whole(self, part: Tensor, group: Any, strides: Sequence[int] | None = None) -> Tensor:
-        """Return what the rows of all ranks make up, in the parameter's shape. All ranks must call it.
+    def whole(self, flat: Tensor, group: Any, strides: Sequence[int] | None = None) -> Tensor:
+        """Return what all ranks have of a tensor together, in the parameter's shape. All ranks must call it.
 
-        ``strides`` are those by which the rows were cut, where the parameter has others.
+        ``flat`` is what this one has, and ``strides`` are those by which it was cut, where the parameter has others.
         """
-        found, numbers = self._laid_out(part.dtype, strides), part
+        found, numbers = self._laid_out(flat.dtype, strides), flat
         if not self.is_whole:
             rows = Rows([self.parameter.numel()], dist.get_world_size(group))
-            numbers = part.new_empty(dist.get_world_size(group) * rows.length)
-            dist.all_gather_into_tensor(numbers, torch.cat(rows.padded([part])), group=group)
+            numbers = flat.new_empty(dist.get_world_size(group) * rows.length)
+            dist.all_gather_into_tensor(numbers, torch.cat(rows.padded([flat])), group=group)
         memory_of(found).copy_(numbers[: found.numel()])
         return found
 
     @property
     def has_moved(self) -> bool:
         """Whether the parameter has other memory than it had, which is kept, so that no other has its address."""
-        return self.parameter.data_ptr() != self.memory.data_ptr()
+        return self.parameter.data_ptr() != self._address
 
     def follow(self) -> None:
         """Let numbers that came to where the parameter was be where it is."""
@@ -190,7 +195,9 @@ class Owned:
         if _laid(self.parameter) != self._laid or _accumulator_of(self.parameter) is not self._accumulates:
             return False
         self.memory = memory_of(self.parameter)
-        self.row.data = self.memory[self._part]
+        self._address = self.memory.data_ptr()
+        if not self.is_whole:
+            self.row.data = self.memory[self._part]
         return True
 
 

@@ -40,7 +40,7 @@ class _Message:
         self.memory = [one.memory for one in owned]
         self.num_bytes = sum(memory.nbytes for memory in self.memory)
         self.layout = Rows([memory.numel() for memory in self.memory], dist.get_world_size(group))
-        rows = [one.row.detach() for one in owned]
+        rows = [one.row_of(one.memory) for one in owned]
         self.own, self.parts_of = self.layout.padded(rows), self.layout.parts(rows)
         self.unpack = self.layout.unpacker(self.memory)
         self.ids = [id(one.parameter) for one in owned]
@@ -221,9 +221,7 @@ class Shards:
             grad = one.parameter.grad
             if grad is None:
                 one.row.grad = None
-            elif one.is_whole:
-                one.row.grad = one.in_memory(grad)
-            elif not isinstance(grad, SpreadGradient):
+            elif not (one.is_whole or isinstance(grad, SpreadGradient)):
                 raise ShardError(
                     f"the gradient of {one.name} was not averaged by the model's backward pass: run the last one "
                     "before optimizer.step() outside of no_sync(), and set gradients to None only"

@@ -23,8 +23,7 @@ def clip_rows(
     Raises:
         RuntimeError: on all ranks, with ``error_if_nonfinite``, where the norm is not finite.
     """
-    # What every rank has is scaled itself: its row's gradient may be a copy of it, and `step` makes another.
-    found = [(one, one.parameter.grad if one.is_whole else one.row.grad) for one in owned]
+    found = [(one, one.row.grad) for one in owned]
     grads = [grad for _, grad in found if grad is not None]
     counts_all = dist.get_rank(group) == 0  # what every rank has is counted once
     counted = [grad for one, grad in found if grad is not None and grad.numel() and (counts_all or not one.is_whole)]

@@ -59,7 +59,7 @@ class RowStates:
         for number, owned in self._numbered:
             if number in packed["state"]:
                 packed["state"][number] = {
-                    key: owned.whole(value, self._group).cpu() if key in keys else value
+                    key: owned.whole(owned.flat(value), self._group).cpu() if key in keys else value
                     for key, value in packed["state"][number].items()
                 }
         return packed
@@ -113,14 +113,17 @@ class RowStates:
         mesh = DeviceMesh.from_group(self._group, next(iter(self._owned.values())).memory.device.type)
         keys = self._elementwise_keys(self._inner.param_groups)
         states = self._after_an_empty_step() if to_load else self._inner.state
+
+        def saved(owned: Owned, part: Tensor) -> Tensor:
+            flat, size = owned.flat(part), torch.Size([owned.memory.numel()])
+            if owned.is_whole:
+                return flat
+            return DTensor.from_local(flat, mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
+
         state: dict[str, Any] = {}
         for owned in self.listed:
-            size = torch.Size([owned.memory.numel()])
             state[owned.name] = {
-                key: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
-                if key in keys and not owned.is_whole
-                else value
-                for key, value in states.get(owned.row, {}).items()
+                key: saved(owned, value) if key in keys else value for key, value in states.get(owned.row, {}).items()
             }
             if state[owned.name]:
                 state[owned.name][LAYOUT] = None if to_load else owned.layout
@@ -145,7 +148,7 @@ class RowStates:
                 continue
             found = {key: value for key, value in state[owned.name].items() if key != LAYOUT}
             found = {key: value.to_local() if hasattr(value, "to_local") else value for key, value in found.items()}
-            if tuple(layout[1]) != owned.layout[1]:
+            if owned.is_whole or tuple(layout[1]) != owned.layout[1]:
                 for key in keys & found.keys():
                     found[key] = owned.part_of(owned.whole(found[key], self._group, strides=layout[1]))
             self._inner.state[owned.row] = found
