@@ -87,16 +87,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--profile", type=Path, help="also write rank 0's torch.profiler export of two steps of ours")
     parser.add_argument("--show", type=Path, nargs="+", help="results: print one table of them, and run nothing")
-    parser.add_argument("--ms-per-gb", type=float, help="with --show: predict anew, as if messages took so much")
     options = parser.parse_args()
     if options.show:
-        results = {path.stem: json.loads(path.read_text()) for path in options.show}
-        if options.ms_per_gb is not None:
-            results = {title: predicted_anew(found, options.ms_per_gb) for title, found in results.items()}
-        overview(results)
+        overview({path.stem: json.loads(path.read_text()) for path in options.show})
         return
-    if options.ms_per_gb is not None:
-        parser.error("--ms-per-gb is for --show")
     ways = options.ways.split(",")
     if unknown := [name for name in ways if name not in TITLES]:
         parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(TITLES)}")
@@ -345,21 +339,6 @@ def predicted_with_update(found: Mapping[str, Any], name: str) -> float | None:
     """Return what a way is predicted to take, the update of a rank included."""
     predicted_s, share = found["predicted_s"].get(name), 1 if name in ("none", "ddp", "auto") else found["ranks"]
     return None if predicted_s is None else float(predicted_s + found.get("update_s", 0.0) / share)
-
-
-def predicted_anew(found: Mapping[str, Any], ms_per_gb: float) -> dict[str, Any]:
-    """Return a result whose plans are predicted as if each GB that travels took so much from the computation."""
-    trace, cost = ModelTrace.from_json(found["trace"]), ShardedCost.from_json(found["cost"])
-    half_s = ms_per_gb * 1e-12
-    parts = ((cost.all_reduce, 2 * half_s), (cost.reduce_scatter, half_s), (cost.all_gather, half_s))
-    cost = ShardedCost(*(replace(one, taken_per_byte_s=taken_s) for one, taken_s in parts))
-    anew = {"ddp": predict(trace, cost, plan_bucket(trace, cost)).iteration_s}
-    for name, plan in found["plans"].items():
-        if name in ("auto", "sharded"):
-            anew[name] = predict(trace, cost, MergePlan.from_json(plan)).iteration_s
-        else:
-            anew[name] = predict_fsdp(trace, cost, FsdpPlan.from_json(plan)).iteration_s
-    return {**found, "predicted_s": {**found["predicted_s"], **anew}}
 
 
 def sharded_bound_s(found: Mapping[str, Any]) -> float:
