@@ -161,6 +161,9 @@ def whole_units(trace: ModelTrace) -> dict[str, Unit]:
             mine = frozenset(dtype for dtype, units in dtypes.items() if name in units)
             whole[name] = Unit(name, is_alone=name in repeated, dtypes=mine)
         whole[name] = whole[name].plus(part)
+    for name in _no_gradient(trace).intersection(whole):
+        if not whole[name].trained_bytes:  # else it stays with the root
+            whole[name] = replace(whole[name], goes_back=False)
     return whole
 
 
@@ -168,10 +171,13 @@ def reaches_of(units: Sequence[Unit]) -> tuple[int, ...]:
     """Return for each unit where a group that begins with it must have ended.
 
     A unit that runs again is alone, and FSDP2 gathers only parameters together whose gradients have one dtype; frozen
-    ones go with any.
+    ones go with any. It gathers a group for the backward pass when a gradient reaches what the last module returned: so
+    behind a unit that this pass reaches a group has none that it does not.
 
     >>> reaches_of([Unit("a"), Unit("b"), Unit("c", is_alone=True), Unit("d")])
     (2, 2, 3, 4)
+    >>> reaches_of([Unit("frozen"), Unit("a", goes_back=True), Unit("b", goes_back=True), Unit("teacher")])
+    (3, 3, 3, 4)
     >>> half, whole = frozenset({"bfloat16"}), frozenset({"float32"})
     >>> reaches_of([Unit("a", dtypes=half), Unit("frozen"), Unit("head", dtypes=whole)])
     (2, 3, 3)
@@ -181,7 +187,7 @@ def reaches_of(units: Sequence[Unit]) -> tuple[int, ...]:
         end, dtypes = start + 1, unit.dtypes
         while end < len(units) and not unit.is_alone and not units[end].is_alone:
             dtypes |= units[end].dtypes
-            if len(dtypes) > 1:
+            if len(dtypes) > 1 or units[end - 1].goes_back > units[end].goes_back:
                 break
             end += 1
         found.append(end)
@@ -212,15 +218,18 @@ def root_of(trace: ModelTrace, root: Iterable[str] = ()) -> list[str]:
     """Return the units that stay with the root, in forward order: those given, that share parameters, or must be there.
 
     FSDP2 gathers a parameter with one group, and a module's parameters while the module runs: those of a head whose
-    weight another function reads it does not gather by themselves, and what a module returns of its own is gone when it
-    has run. Where nothing was seen to be called (a compiled model) this says nothing.
+    weight another function reads it does not gather by themselves, what a module returns of its own is gone when it
+    has run, and one that is trained and returns nothing that a gradient reaches is not gathered for the backward pass.
+    Where nothing was seen to be called (a compiled model) this says nothing.
     """
-    units, idle = [name for name in whole_units(trace) if name != ROOT], set(idle_of(trace))
+    whole, idle = whole_units(trace), set(idle_of(trace))
+    units = [name for name in whole if name != ROOT]
     silent = set(trace.source.get("not_called", ()))
     if silent.issuperset(units):
         silent = set()
     others = (trace.source.get(kind, ()) for kind in ("shared", "read_elsewhere", "returned"))
-    stays = {*root, *silent, *chain(*others)} - idle
+    missed = {name for name in _no_gradient(trace).intersection(units) if whole[name].trained_bytes}
+    stays = {*root, *silent, *missed, *chain(*others)} - idle
     return [name for name in units if name in stays]
 
 
@@ -256,6 +265,11 @@ def with_dtypes(trace: ModelTrace, dtypes: Mapping[str, Sequence[str]]) -> Model
 def knows_modules(trace: ModelTrace) -> bool:
     """Say whether a model was there when the trace was made, so that its names are those of parameters in modules."""
     return "dtypes" in trace.source
+
+
+def _no_gradient(trace: ModelTrace) -> set[str]:
+    """Return the units that run, and return nothing that gets a gradient, where that was seen."""
+    return set(trace.source.get("no_gradient", ()))
 
 
 def _dtypes(trace: ModelTrace) -> Mapping[str, Sequence[str]]:

@@ -358,7 +358,7 @@ def _json(text: str, number: int) -> dict[str, Any]:
 
 
 def _check_wire(wire: object, num_groups: int) -> tuple[str, ...]:
-    listed = check_items(wire, object, "wire", PlanError)
+    listed = tuple("" if one is None else one for one in check_items(wire, object, "wire", PlanError))
     for index, one in enumerate(listed):
         if one not in ("", *WIRES):
             raise PlanError(f"wire[{index}] is {quote(one)}, expected null or one of {', '.join(WIRES)}")

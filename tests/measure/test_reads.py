@@ -138,8 +138,10 @@ def test_where_operations_cannot_be_seen_whatever_was_asked_for_counts() -> None
     model = nn.ModuleDict({"stem": stem, "head": head, "rest": rest})
     whole = torch.compile(torch.tanh, backend="eager", fullgraph=True)
 
-    def forward() -> None:
-        whole(rest(head(stem(torch.ones(2, 4, dtype=head.weight.dtype)))).detach())
+    def forward() -> torch.Tensor:
+        found = rest(head(stem(torch.ones(2, 4, dtype=head.weight.dtype))))
+        whole(found.detach())
+        return found.sum()  # type: ignore[no-any-return]
 
     whole(torch.ones(2, 4))
     assert find_reads(model, forward).elsewhere == ("head",)
@@ -148,9 +150,9 @@ def test_where_operations_cannot_be_seen_whatever_was_asked_for_counts() -> None
 def test_a_copy_that_autocast_keeps_of_a_weight_is_read_as_the_weight() -> None:
     stem, head = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward() -> None:
+    def forward() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            nn.functional.linear(head(stem(torch.ones(2, 4))), stem.weight)
+            return nn.functional.linear(head(stem(torch.ones(2, 4))), stem.weight).sum()
 
     assert find_reads(nn.ModuleDict({"stem": stem, "head": head}), forward).elsewhere == ("stem",)
     assert torch.is_autocast_cache_enabled()

@@ -1,5 +1,7 @@
 """What one rank does in the tests of odd ways to use `fully_shard`: ``python -m tests.runtime.fsdp_odd_ranks``."""
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import mgwfbp
 from mgwfbp import FsdpPlan, LinearCost, ModelTrace
+from mgwfbp.errors import PlanError
 from mgwfbp.fsdp import precision_of, predict_fsdp
 from mgwfbp.measure.backward import measure_backward
+from mgwfbp.measure.modules import unit_names
 from mgwfbp.planners.fsdp_by_hand import plan_by_block
 from tests.runtime.fsdp_planning_ranks import COST, trace_of
 from tests.runtime.fsdp_ranks import PLANS, Block, Blocks, difference, events_of, heard, plan_of, stock, told, whole
@@ -323,8 +327,115 @@ def on_meta() -> dict[str, Any]:
     return {"difference": difference(learn(filled(ours), loss_of), expected), "was_meta": was_meta, "same": same}
 
 
+class Distilled(Blocks):
+    """A probe whose output is left out, and a frozen teacher that runs without gradients behind what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe, self.teacher = nn.Linear(6, 2), Blocks().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x) * self.scale
+        for place, block in enumerate(self.h):
+            y = block(y)
+            if place == 1:
+                self.probe(y)
+        with torch.no_grad():
+            expected = self.teacher(x)
+        return self.head(y) - expected  # type: ignore[no-any-return]
+
+
+def silent() -> dict[str, Any]:
+    """What is learnt by plans for ever less memory, where modules return nothing that a gradient reaches."""
+    torch.manual_seed(3)
+    model = Distilled()
+    for block in (*model.h, *model.teacher.h):
+        torch.distributed.fsdp.fully_shard(block)
+    expected = learn(torch.distributed.fsdp.fully_shard(model), loss_of)
+    torch.manual_seed(3)
+    planned = mgwfbp.plan_fully_shard(Distilled(), batch=torch.rand(6, 4), loss_fn=loss_of, cost=SLOW)
+    most, plans = planned.plan.predicted["memory_bytes"], list[FsdpPlan]()
+    for percent in range(60, 101, 5):
+        with contextlib.suppress(PlanError):  # where none fits
+            limit = most * percent // 100
+            made = mgwfbp.plan_fully_shard(Distilled(), trace=planned.trace, cost=SLOW, memory_limit=limit).plan
+            plans += [] if made in plans else [made]
+    found = []
+    for plan in plans:
+        torch.manual_seed(3)
+        found.append(difference(learn(mgwfbp.fully_shard(Distilled(), plan), loss_of), expected))
+    merged = [
+        any(is_gone and len(group) > 1 for group, is_gone in zip(plan.groups, plan.reshard, strict=True))
+        for plan in plans
+    ]
+    by_block = plan_by_block(planned.trace)
+    step = predict_fsdp(planned.trace, SLOW, by_block)
+    again = [group[0] for group, span in zip(step.groups, step.gathers_again_s, strict=True) if span]
+    together = ("h.0", "h.1", "probe")
+    groups = (together, *((one,) for one in sorted(unit_names(Distilled()) - {*together})))
+    wrong = replace(planned.plan, groups=groups, reshard=(True,) * len(groups), root=(), idle=())
+    try:
+        refused = str(mgwfbp.fully_shard(Distilled(), wrong) and "")
+    except PlanError as error:
+        refused = str(error)
+    return {
+        "differences": found,
+        "merged": merged,
+        "again": again,
+        "no_gradient": list(planned.trace.source["no_gradient"]),
+        "refused": refused,
+    }
+
+
+def compiled() -> dict[str, float]:
+    """What is learnt where every block is a graph of its own, compiled in place or put around it."""
+    found = {}
+    ways: dict[str, Callable[[Any, int], Any]] = {
+        "in place": lambda blocks, place: blocks[place].compile(backend="eager", fullgraph=True),
+        "around": lambda blocks, place: blocks.__setitem__(
+            place, torch.compile(blocks[place], backend="eager", fullgraph=True)
+        ),
+    }
+    for name, compile_block in ways.items():
+        learnt = []
+        for wrap in (stock, partial(mgwfbp.fully_shard, batch=torch.rand(6, 4), loss_fn=loss_of, cost=COST)):
+            torch.manual_seed(3)
+            model = Blocks()
+            for place in range(len(model.h)):
+                compile_block(model.h, place)
+            learnt.append(learn(wrap(model), loss_of))
+        found[name] = difference(*learnt)
+    return found
+
+
+def evaluated() -> dict[str, Any]:
+    """What an evaluation leaves behind where all groups are kept, and what the next one computes with."""
+    model = mgwfbp.fully_shard(Blocks(), plan_of(Blocks, 1, 2, 3, 1, reshard=False))
+    x = torch.rand(6, 4)
+    model(x).sum().backward()
+    with torch.no_grad():
+        before = model(x).abs().sum().item()
+        left = sum(not hasattr(one, "full_tensor") for one in model.parameters())
+        for one in model.parameters():
+            one.zero_()
+        return {"before": before, "whole": left, "after": model(x).abs().sum().item()}
+
+
 SCENARIOS = {
-    one.__name__: one for one in (again, predicting, elsewhere, meshes, arguments, reached, checkpointed, on_meta)
+    one.__name__: one
+    for one in (
+        again,
+        predicting,
+        elsewhere,
+        meshes,
+        arguments,
+        reached,
+        checkpointed,
+        on_meta,
+        silent,
+        compiled,
+        evaluated,
+    )
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What 2 ranks saw."""
     return run_ranks(
         RANKS,
-        ["again", "predicting", "elsewhere", "arguments", "reached", "checkpointed", "on_meta"],
+        [
+            "again",
+            "predicting",
+            "elsewhere",
+            "arguments",
+            "reached",
+            "checkpointed",
+            "on_meta",
+            "silent",
+            "compiled",
+            "evaluated",
+        ],
         tmp_path_factory.mktemp("two"),
         2,
     )
@@ -134,3 +145,25 @@ def test_where_activations_are_computed_again_training_is_bitwise_torchs_whateve
 def test_a_model_on_the_meta_device_is_planned_and_wrapped_and_gets_its_memory_later(two: list[Any]) -> None:
     for found in (told["on_meta"] for told in two):
         assert found == {"difference": 0.0, "was_meta": True, "same": True}
+
+
+def test_groups_end_with_what_a_gradient_reaches_and_no_plan_fails_in_the_backward_pass(two: list[Any]) -> None:
+    for found in (told["silent"] for told in two):
+        assert len(found["differences"]) >= 3
+        assert set(found["differences"]) == {0.0}
+        assert any(found["merged"])
+        assert {"probe", "teacher.h.0", "teacher.head"} <= set(found["no_gradient"])
+        assert found["again"]
+        assert not any(name.startswith("teacher") for name in found["again"])
+        assert "ends with 'probe', whose output gets no gradient" in found["refused"]
+
+
+def test_blocks_that_are_graphs_of_their_own_are_measured_from_outside(two: list[Any]) -> None:
+    for found in (told["compiled"] for told in two):
+        assert found == {"in place": 0.0, "around": 0.0}
+
+
+def test_an_evaluation_leaves_nothing_gathered_and_the_next_sees_what_changed(two: list[Any]) -> None:
+    for found in (told["evaluated"] for told in two):
+        assert found["before"] > 0
+        assert (found["whole"], found["after"]) == (0, 0.0)

@@ -184,6 +184,8 @@ def _run(
                 loss = forward()
             forward_s, forward_flops = clock.now_s, clock.flops
             loss.backward()
+        for hook in hooks:
+            hook.remove()
         with _VirtualClock(device):
             reads = find_reads(workload.model, forward)
     finally:

@@ -60,9 +60,9 @@ def measure_backward(
     for: it stands first, ready at the start of the backward pass, as DDP treats it, and is named in ``source``. Frozen
     parameters are no layers; ``source`` has what they take of the layer that runs around them (``frozen``), and which
     modules were not called (``not_called``), run again (``repeated``), share parameters with others (``shared``), are
-    read while they do not run (``read_elsewhere``) or return parameters of theirs (``returned``). Unused parameters
-    that a step calls or reads, without a gradient, are ``not_reached``; that and frozen ones that nothing does are
-    ``unread``.
+    read while they do not run (``read_elsewhere``), return parameters of theirs (``returned``), or run and return
+    nothing that gets a gradient (``no_gradient``). Unused parameters that a step calls or reads, without a gradient,
+    are ``not_reached``; that and frozen ones that nothing does are ``unread``.
     Shared parameters appear once. What each layer takes in the forward pass, from its first use to that of the layer
     begun next, is measured afterwards, in forward passes of their own. The model's parameters, buffers and gradients
     and all random generators are afterwards as they were, and no hook is left on the model; no optimizer is involved.
@@ -238,11 +238,11 @@ class _Runs:
         return _Forward(forward_s, first_use_s, uses.modules())
 
     def reads(self) -> Reads:
-        """Do a forward pass, or two, and return what it read."""
+        """Do a step, perhaps a forward pass besides, and return what it read."""
 
-        def forward() -> None:
+        def forward() -> Tensor:
             self._clear()
-            self._forward()
+            return self._forward()
 
         return find_reads(self._model, forward)
 

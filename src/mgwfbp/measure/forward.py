@@ -5,7 +5,8 @@ A parameter is used from the moment on at which a module begins that owns it: of
 module that runs more than once, the first counts. Where no owner runs, because another module reads its weights (as
 ``MultiheadAttention`` does with those of ``out_proj``, or whoever has a ``ParameterList``), the parameter goes with the
 nearest module around it that runs. So do those of compiled and scripted models, inside of which no hook is called: all
-of them are used from the start, and a sharded optimizer waits for all of them before such a model begins.
+of them are used from the start, and a sharded optimizer waits for all of them before such a model begins. A compiled
+module is noted where it is called, and nothing inside of it: a hook there would be compiled, too.
 
 [Note: modules that run again]
 FSDP2 ends the forward pass of a group when all of its modules have run. A module that runs more than once in a step, or
@@ -23,7 +24,7 @@ from typing import Any, Self, TypeVar
 from torch import Tensor, nn
 
 from mgwfbp.measure.clock import Moment
-from mgwfbp.measure.modules import called_of, open_modules, shared_units, unit_names
+from mgwfbp.measure.modules import called_of, open_modules, outside_of_compiled, shared_units, unit_names
 
 __all__ = ["FirstUses", "resting_parts", "split_forward"]
 
@@ -52,20 +53,35 @@ class FirstUses:
         self._began: dict[int, Moment] = {}  # by module, in the order in which they began
         self._is_inside, self._ran = False, set[int]()  # since the model began
         self._again = set[int]()
+        self._noted = outside_of_compiled(model)
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
-        # Before the user's own hooks: some compute a weight of parameters (torch.nn.utils.weight_norm).
-        self._handles = [
-            module.register_forward_pre_hook(partial(self._note, id(module)), prepend=True) for module in self._modules
-        ]
-        self._handles.append(self._model.register_forward_hook(self._note_end))
+        for module in self._noted:
+            if (call := vars(module).get("_compiled_call_impl")) is not None:
+                self._compiled.append((module, call))
+                vars(module)["_compiled_call_impl"] = partial(self._call, module, call)
+                continue
+            # Before the user's own hooks: some compute a weight of parameters (torch.nn.utils.weight_norm).
+            self._handles.append(module.register_forward_pre_hook(partial(self._note, id(module)), prepend=True))
+            if module is self._model:
+                self._handles.append(module.register_forward_hook(self._note_end))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for module, call in self._compiled:
+            vars(module)["_compiled_call_impl"] = call
+        self._handles, self._compiled = [], []
+
+    def _call(self, module: nn.Module, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._note(id(module))
+        found = call(*arguments, **named)
+        if module is self._model:
+            self._note_end()
+        return found
 
     def _note(self, module: int, *_: Any) -> None:
         if module not in self._began:

@@ -15,6 +15,7 @@ __all__ = [
     "kept_units",
     "open_modules",
     "outer_of",
+    "outside_of_compiled",
     "own_bytes",
     "owned_by",
     "shared_units",
@@ -137,7 +138,18 @@ def open_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def outside_of_compiled(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that Python calls: not those inside of compiled ones, which are compiled with them."""
+    inside: set[nn.Module] = {
+        inner for module in model.modules() if _is_compiled(module) for inner in module.modules() if inner is not module
+    }
+    return [module for module in model.modules() if module not in inside]
+
+
 def _is_opaque(module: nn.Module) -> bool:
     """Whether what is inside of a module runs without hooks."""
-    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    return is_compiled or isinstance(module, torch.jit.ScriptModule)
+    return _is_compiled(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

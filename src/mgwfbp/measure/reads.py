@@ -1,5 +1,7 @@
 """What a forward pass reads of a model's parameters, and what of that while their module does not run: `find_reads`.
 
+Also which modules return nothing that a gradient reaches: FSDP2 gathers for the backward pass when one does.
+
 [Note: what is read elsewhere]
 FSDP2 gathers the parameters of a module when its forward pass begins, and frees that memory when it ends. Whoever reads
 them at another time has a shard (torch says "mixed torch.Tensor and DTensor"), and what still points into them then, as
@@ -15,6 +17,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -36,10 +39,15 @@ class Reads:
     parameters: frozenset[int]  # that were asked for or read, by their ids
     elsewhere: tuple[str, ...]  # units with parameters that are read while their module does not run
     returned: tuple[str, ...]  # units that return a parameter of theirs, or a view of one
+    no_gradient: tuple[str, ...]  # units that ran, and of whose output nothing got a gradient
 
     def modules(self) -> dict[str, list[str]]:
         """Return what was seen of modules, by name, as the source of a trace has it."""
-        return {"read_elsewhere": list(self.elsewhere), "returned": list(self.returned)}
+        return {
+            "read_elsewhere": list(self.elsewhere),
+            "returned": list(self.returned),
+            "no_gradient": list(self.no_gradient),
+        }
 
     def unread(self, model: nn.Module, not_called: Collection[str], unused: Collection[str]) -> list[str]:
         """Return the parameters that nothing calls or reads, by name: frozen ones, and those that get no gradient.
@@ -52,23 +60,27 @@ class Reads:
         return [name for name, one in {**silent, **hidden}.items() if id(one) not in self.parameters]
 
 
-def find_reads(model: nn.Module, forward: Callable[[], object]) -> Reads:
-    """Return what a forward pass reads, see [Note: what is read elsewhere].
+def find_reads(model: nn.Module, forward: Callable[[], Tensor]) -> Reads:
+    """Return what a forward pass reads, see [Note: what is read elsewhere], and what a backward pass reaches.
 
     Args:
         model: whose modules have hooks meanwhile.
-        forward: does a forward pass of it, up to the loss; it is called once or twice.
+        forward: does a forward pass of it, and returns the loss; it is called once or twice.
     """
     running = _Running(model)
-    with running, _noting_asked(model, running) as asked:
-        forward()
+    with running:
+        with _noting_asked(model, running) as asked:
+            loss = forward()
+        loss.backward()
+    no_gradient = running.without_gradient()
     elsewhere = asked.elsewhere
     # Compiled modules would run as they are written, which may need more memory than there is.
     if elsewhere or len(open_modules(model)) == len(list(model.modules())):
         with contextlib.suppress(Exception), running, _without_copies(), _Operations(model, running) as operations:
             forward()
             elsewhere = operations.read
-    return Reads(frozenset(asked.inside | asked.elsewhere | elsewhere), running.units_of(elsewhere), running.returned())
+    read = frozenset(asked.inside | asked.elsewhere | elsewhere)
+    return Reads(read, running.units_of(elsewhere), running.returned(), no_gradient)
 
 
 class _Running:
@@ -88,6 +100,7 @@ class _Running:
             for parameter in parameters:
                 self._owners.setdefault(id(parameter), []).append(part)
         self._depth, self._returned = Counter[int](), set[int]()
+        self._ran, self._reached = set[int](), set[int]()  # by a forward pass, and by the gradient of an output
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -107,9 +120,16 @@ class _Running:
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         self._depth[id(module)] -= 1
-        own = set(map(_storage_of, self._parameters[id(module)]))
-        if not own.isdisjoint(map(_storage_of, _tensors(output))):
+        self._ran.add(id(module))
+        own, tensors = set(map(_storage_of, self._parameters[id(module)])), _tensors(output)
+        if not own.isdisjoint(map(_storage_of, tensors)):
             self._returned.add(id(module))
+        for one in tensors:
+            if one.requires_grad:
+                one.register_hook(partial(self._reach, id(module)))
+
+    def _reach(self, module: int, _: Tensor) -> None:
+        self._reached.add(module)
 
     def is_away(self, parameter: int) -> bool:
         """Whether FSDP2 has only shards of a parameter: modules are gathered with it, and none of them runs."""
@@ -123,6 +143,11 @@ class _Running:
     def returned(self) -> tuple[str, ...]:
         """Return the units that returned a parameter of theirs, or a view of one."""
         return self._with(self._returned)
+
+    def without_gradient(self) -> tuple[str, ...]:
+        """Return the units that ran, and of whose output nothing got a gradient."""
+        silent = self._ran - self._reached
+        return tuple(name for name, modules in self._units.items() if modules and silent.issuperset(map(id, modules)))
 
     def _with(self, parts: Collection[int]) -> tuple[str, ...]:
         return tuple(name for name, modules in self._units.items() if any(id(part) in parts for part in modules))

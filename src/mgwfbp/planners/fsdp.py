@@ -131,7 +131,8 @@ def _plan(problem: Problem, found: Found) -> FsdpPlan:
     root, choice, step, searched_s = found
     bound_s = fsdp_lower_bound_s(trace, cost, precision=precision, memory_limit=limit)
     units = whole_units(trace)
-    seen = {why: set(trace.source.get(why, ())).intersection(at_root) for why in ("read_elsewhere", "returned")}
+    reasons = ("read_elsewhere", "returned", "no_gradient")
+    seen = {why: set(trace.source.get(why, ())).intersection(at_root) for why in reasons}
     predicted: Mapping[str, Any] = {
         "iteration_s": step.iteration_s,
         "exposed_s": step.iteration_s - step.compute_s,

@@ -25,7 +25,7 @@ from mgwfbp.record import check_items
 from mgwfbp.runtime.fsdp.checks import check_dtypes, checked_arguments, listed
 from mgwfbp.runtime.fsdp.planning import MOST_UNKNOWN, FsdpInputs, FsdpPlanning, Place, make_plan, plan_together
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import format_bytes, format_seconds, plural
+from mgwfbp.units import format_bytes, format_seconds, plural, quote
 
 __all__ = ["FsdpPlanning", "fully_shard", "plan_fully_shard"]
 
@@ -38,6 +38,7 @@ SAID = {
     "at_root": SILENT,
     "read_elsewhere": "has parameters that are read while it does not run",
     "returned": "returns a parameter of its own, or a view of one",
+    "no_gradient": "is trained, and returns nothing that gets a gradient",
 }
 CHOSEN = "is put there by the plan"
 
@@ -71,7 +72,8 @@ def fully_shard(
 
     Each group of the plan becomes one call of `torch.distributed.fsdp.fully_shard`, and what is in none becomes the
     root's, which is gathered first and stays. What comes out is FSDP2's in every way: parameters are `DTensor`, and
-    checkpoints, clipping and ``set_requires_gradient_sync`` are torch's. Make the optimizer afterwards.
+    checkpoints, clipping and ``set_requires_gradient_sync`` are torch's. Make the optimizer afterwards. A forward pass
+    without gradients leaves nothing gathered, groups that the plan keeps included.
 
     A unit of the plan stays with the root where FSDP2 cannot gather it by itself: it shares a parameter with a module
     outside of it (an embedding that is tied to the head), has parameters and no forward pass, or is read by a
@@ -136,6 +138,7 @@ def fully_shard(
         shard(part, reshard_after_forward=True, **arguments)
     shard(model, reshard_after_forward=False, **arguments)
     _set_prefetching(model, wrapping, agreed)
+    model.register_forward_hook(_reshard_after_evaluation)
     return model
 
 
@@ -258,6 +261,11 @@ def _wrapping_of(model: nn.Module, plan: FsdpPlan, ignored: Collection[int]) -> 
             groups.append((names, tuple(group)))
             reshard.append(is_resharded)
             is_reached.append(not set(names).issubset(not_reached))
+            if is_resharded and is_reached[-1] and names[-1] in plan.predicted.get("not_reached", ()):
+                raise PlanError(
+                    f"the plan's group of {listed(names)} ends with {quote(names[-1])}, whose output gets no gradient, "
+                    "so that FSDP2 would not gather it for the backward pass: make a new plan"
+                )
     # A plan that does not say what the backward pass reaches is taken to have nothing trained before its groups.
     if "not_reached" not in plan.predicted:
         is_reached = list(accumulate(is_reached, or_))
@@ -302,6 +310,19 @@ def _set_prefetching(model: nn.Module, wrapping: _Wrapping, plan: FsdpPlan) -> N
     reached = [first for first, is_reached in zip(firsts, wrapping.is_reached, strict=True) if is_reached]
     if reached and reached[-1] is not firsts[-1]:
         root.set_modules_to_backward_prefetch(reached[-1:])
+
+
+def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
+    """Let no forward pass without gradients leave whole parameters behind.
+
+    Torch frees those of kept groups in the backward pass that follows. Where none does, they would be used in later
+    forward passes, whatever has changed the model's own since.
+    """
+    if torch.is_grad_enabled():
+        return
+    for module in model.modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.reshard()
 
 
 def _log_kept(wrapping: _Wrapping) -> None:

@@ -6,7 +6,8 @@ somebody asks its module for it: while gathers are under way the dict in which a
 `Guarded` one, which waits for the gather that carries the parameter and copies its group. So a forward pass waits for
 what it uses when it uses it (also where a module uses the parameters of another, whose own forward pass never runs),
 and ``parameters()``, ``state_dict()``, ``deepcopy``, pickles and averages of models see what is finished. A module that
-is compiled, scripted, traced or a CUDA graph asks nobody, and waits for all.
+is compiled, scripted, traced or a CUDA graph asks nobody, and waits for all. Nothing can stand in a scripted or traced
+module, so that its own parameters are finished when they are gathered, and nothing hides.
 
 Parameters may be held elsewhere besides. `Holders` looks for them when the optimizer is made, and when modules or
 parameters were exchanged since. What a module has in lists, tuples, sets and dicts (torch's LSTM has a list of its own
@@ -33,6 +34,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from mgwfbp.runtime.rows.compiled_modules import graph_of, put_back, put_in
@@ -77,6 +79,9 @@ class Guards:
         self._first = {place: parameter for held in holders.behind.values() for place, parameter in held.items()}
         self._holders = {one: holders.listed[one] | holders.behind[one] for one in modules}
         self._holders[module] |= self._first
+        # What C++ has it gives away itself, and nothing can stand there: to be finished before anybody asks.
+        scripted = [one for one in self._modules if isinstance(one, torch.jit.ScriptModule)]
+        self.scripted = [one for module in scripted for one in module.parameters(recurse=False) if id(one) in own]
         self._handles: list[Any] = []
         self._graphs: list[nn.Module] = []  # in which something stands for what calls them
         self._tree = _tree_of(self._modules)

@@ -229,22 +229,23 @@ class Shards:
 
     def gather(self, groups: Buckets) -> None:
         """Begin to bring the rows of all ranks together, group by group."""
-        self.finish_all()
-        if groups and self._guards is not None:
-            self._guards.put_on(self, all_first=self.runs_graphs)
+        with self._lock:  # another thread may be about to take off what stood there for the gathers before
+            self.finish_all()
+            if groups and self._guards is not None:
+                self._guards.put_on(self, all_first=self.runs_graphs)
+            for places in groups:
+                self._begin_gather(self._message_of(places))
+            for one in self._guards.scripted if self._guards is not None else ():
+                self.finish(one)
+
+    def _begin_gather(self, message: "_Message") -> None:
+        own = torch.cat(message.own)
+        rows, tag = own.new_empty(self._world, message.layout.length), self._next_tag(GATHER)
+        arrives = self._gathers.send(lambda: all_gather(rows, own, self._gathers.group, tag), [rows])
+        noted = None if self.on_gather is None else self.on_gather(message.num_bytes, arrives)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        for places in groups:
-            message = self._message_of(places)
-            own = torch.cat(message.own)
-            rows = own.new_empty(self._world, message.layout.length)
-
-            def job(rows: Tensor = rows, own: Tensor = own, tag: int = self._next_tag(GATHER)) -> None:
-                all_gather(rows, own, self._gathers.group, tag)
-
-            arrives = self._gathers.send(job, [rows])
-            noted = None if self.on_gather is None else self.on_gather(message.num_bytes, arrives)
-            gather = _Gather(message, own, rows, arrives, noted, stream)
-            self.pending.update(dict.fromkeys(message.ids, gather))
+        gather = _Gather(message, own, rows, arrives, noted, stream)
+        self.pending.update(dict.fromkeys(message.ids, gather))
 
     def before_forward(self) -> None:
         """Wait for all parameters where the model's forward pass that begins asks for none, or shall be observed."""

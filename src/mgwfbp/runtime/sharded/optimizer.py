@@ -290,12 +290,14 @@ class ShardedOptimizer(optim.Optimizer):
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: of the norm; may be ``inf``.
+            norm_type: of the norm, more than 0; may be ``inf``.
             error_if_nonfinite: raise where the norm is not finite.
 
         Returns:
             The norm before.
         """
+        if not norm_type > 0:
+            raise ShardError(f"norm_type is {norm_type}, expected more than 0, or inf")
         self._push()
         self._refuse_thawed()
         self._shards.take_gradients()
