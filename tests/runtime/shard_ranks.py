@@ -21,7 +21,7 @@ from tests.runtime import (
     shard_state_ranks,
 )
 from tests.runtime.launch import be_rank
-from tests.runtime.shard_ways import MODES, OPTIMIZERS, STEPS, Channels, Way, beside_torchs, difference, train
+from tests.runtime.shard_ways import MODES, OPTIMIZERS, STEPS, Channels, Way, beside_torchs, difference, error_of, train
 
 
 def optimizers() -> dict[str, Any]:
@@ -50,7 +50,8 @@ def clipped() -> dict[str, Any]:
             ends.append([one.detach() for one in model.parameters()])
         norm = (norms[1] / norms[0] - 1).abs().item()
         found[f"{norm_type} {share}"] = {"norm": norm, "step": difference(ends[1], ends[0])}
-    return found
+    said = [error_of(partial(optimizer.clip_grad_norm_, 1.0, bad)) for bad in (0.0, -1.0, float("nan"))]
+    return {**found, "said": said}
 
 
 USED_MOST = {name: OPTIMIZERS[name] for name in ("SGD", "momentum", "Nesterov", "Adam", "AdamW", "RMSprop", "Adagrad")}

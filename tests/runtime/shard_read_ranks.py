@@ -5,6 +5,7 @@ import logging
 import logging.handlers
 import pickle
 import random
+import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mgwfbp.runtime.rows.shards
 from mgwfbp import DistributedDataParallel, MergePlan, ShardedOptimizer
+from mgwfbp.runtime.rows.guards import Guards
 from tests.runtime.holders import HOLDERS, Scaled
 from tests.runtime.models import Mlp, make_plan
 from tests.runtime.shard_ways import Attention, Recurrent, Way, beside_torchs, difference, sums, train
@@ -137,6 +140,19 @@ def evaluate(model: Any, *_: Any) -> list[float]:
         return sums([model.module(torch.ones(4, 6))])
 
 
+def read_scripted(model: Any, optimizer: Any, step: int) -> list[float]:
+    """Read what a module has that C++ may run, each time in another way; what is fused may round otherwise."""
+    module = model.module
+    readers: list[Callable[[], list[Tensor]]] = [
+        lambda: [module.head.weight],
+        lambda: [module.forward(torch.ones(4, 6))],
+        lambda: [*copy.deepcopy(module).parameters()],
+        lambda: [module(torch.ones(4, 6))],
+    ]
+    with torch.no_grad():
+        return [round(one, 3) for one in sums(readers[step % len(readers)]())]
+
+
 def compiled() -> dict[str, Any]:
     """The graphs of models that are trained and evaluated in turns while parameters come late, and their ends."""
     found: dict[str, Any] = {}
@@ -184,7 +200,7 @@ def scripted() -> dict[str, float]:
     }
     with late_gathers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch no longer likes them
-        return {name: beside_torchs(Way(model=make, between=evaluate), steps=4) for name, make in makers.items()}
+        return {name: beside_torchs(Way(model=make, between=read_scripted), steps=8) for name, make in makers.items()}
 
 
 class Plain(nn.Sequential):
@@ -353,4 +369,39 @@ def warned() -> dict[str, list[str]]:
     return found
 
 
-SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned, aliased, held_otherwise)
+def interrupted() -> dict[str, Any]:
+    """A thread that has waited for all parameters, and goes on only when the next ones travel."""
+    torch.manual_seed(3)
+    module = Plain()
+    model = DistributedDataParallel(module, plan=make_plan(module, 4))
+    optimizer = ShardedOptimizer(model, optim.SGD, lr=0.5)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    take_off, going_on, waits = Guards.take_off, threading.Event(), threading.Event()
+
+    def held_up(guards: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+            going_on.wait(2.0)  # or until the main thread is where it would be too early
+        take_off(guards)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with late_gathers(), mock.patch.object(Guards, "take_off", held_up):
+        step()
+        reader = threading.Thread(target=module.state_dict)
+        reader.start()
+        was_held_up = waits.wait(20.0)
+        step()
+        going_on.set()
+        reader.join()
+        with torch.no_grad():
+            early = module(x)
+    model.synchronize()
+    with torch.no_grad():
+        return {"held up": was_held_up, "right": torch.equal(early, module(x))}
+
+
+SCENARIOS = (readers, delays, races, compiled, scripted, ordered, warned, aliased, held_otherwise, interrupted)

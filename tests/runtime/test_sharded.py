@@ -29,7 +29,7 @@ TRAINED = [
     "observed",
     "copied",
 ]
-READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned", "aliased"]
+READ = ["readers", "delays", "races", "compiled", "scripted", "ordered", "warned", "aliased", "interrupted"]
 KEPT = [
     "states",
     "scheduled",
@@ -138,6 +138,11 @@ def test_scripted_and_traced_models_and_cuda_graphs_wait_for_all_parameters_outs
     for found in (rank["scripted"] for rank in two):
         assert found.keys() == {"scripted", "traced", "a part", "a CUDA graph"}
         assert max(found.values()) < 1e-6  # what it fuses may round otherwise the next time
+
+
+def test_a_thread_that_read_parameters_takes_nothing_off_that_later_gathers_need(two: list[Any]) -> None:
+    for found in two:
+        assert found["interrupted"] == {"held up": True, "right": True}
 
 
 def test_who_waits_for_several_gathers_takes_them_in_the_order_in_which_they_travel(two: list[Any]) -> None:
@@ -310,7 +315,9 @@ def test_another_number_of_ranks_goes_on_with_a_state(four: list[Any], tmp_path:
 
 
 def test_clipping_is_torchs_but_for_the_order_of_sums(two: list[Any]) -> None:
-    for found in (rank["clipped"] for rank in two):
+    for found in (dict(rank["clipped"]) for rank in two):
+        wrong = [f"norm_type is {bad}, expected more than 0, or inf" for bad in ("0.0", "-1.0", "nan")]
+        assert [one.endswith(bad) for one, bad in zip(found.pop("said"), wrong, strict=True)] == [True] * 3
         assert len(found) == 6
         for name, error in found.items():
             assert max(error.values()) < 1e-6, (name, error)
