@@ -424,7 +424,7 @@ def wire() -> dict[str, Any]:
     """The group beside the model's, through which low precision travels, cannot be made."""
 
     def fault(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(gloo, "MEET_S", 2.0)
+        patch.setattr(gloo, "MEET_S", 0.2)
         patch.setattr(channel, "gloo_beside", raise_at(0, RuntimeError("no group"), gloo.gloo_beside))
 
     return beside(fault=fault, steps=70, wire="bfloat16")

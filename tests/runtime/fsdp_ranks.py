@@ -26,7 +26,7 @@ from mgwfbp import FsdpPlan, MgwfbpError
 from mgwfbp.fsdp_units import ROOT, units_of_names
 from tests.runtime.launch import be_rank
 
-STEPS = 4
+STEPS = 3
 
 
 class Block(nn.Module):

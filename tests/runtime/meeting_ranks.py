@@ -78,7 +78,7 @@ def failing() -> dict[str, Any]:
         (way, place, rank) for way in WAYS for place in PLACES for rank in (0, 1)
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gloo, "MEET_S", 1.0)
+            patch.setattr(gloo, "MEET_S", 0.2)
             if dist.get_rank() == rank:
                 PLACES[place](patch, way)
             said = met(WAYS[way])

@@ -30,7 +30,7 @@ def optimizers() -> dict[str, Any]:
 
 def modes() -> dict[str, Any]:
     longer = ("two groups", "clipping", "accumulation")
-    return {name: beside_torchs(way, steps=STEPS if name in longer else 12) for name, way in MODES.items()}
+    return {name: beside_torchs(way, steps=STEPS if name in longer else 8) for name, way in MODES.items()}
 
 
 def clipped() -> dict[str, Any]:
@@ -58,12 +58,12 @@ USED_MOST = {name: OPTIMIZERS[name] for name in ("SGD", "momentum", "Nesterov", 
 
 
 def in_single() -> dict[str, Any]:
-    """How far from torch's DDP ours is, and torch's own with other buckets, after 30 steps in single precision."""
+    """How far from torch's DDP ours is, and torch's own with other buckets, after 15 steps in single precision."""
     found = {}
     for name, way in USED_MOST.items():
         others = replace(way, ddp={"bucket_cap_mb": 2e-4})  # 200 bytes: a bucket or more for each layer
         expected, theirs, ours = (
-            train(of, sharded=sharded)[0] for of, sharded in ((way, False), (others, False), (way, True))
+            train(of, sharded=sharded, steps=15)[0] for of, sharded in ((way, False), (others, False), (way, True))
         )
         found[name] = {"ours": difference(ours, expected), "torch's": difference(theirs, expected)}
     return found
@@ -72,7 +72,7 @@ def in_single() -> dict[str, Any]:
 def in_double() -> dict[str, Any]:
     """The optimizers that people use most, and all ways to train that have one dtype, in double precision."""
     some = USED_MOST | {name: way for name, way in MODES.items() if name not in ("16 bits", "autocast", "dtypes")}
-    return {name: beside_torchs(replace(way, dtype=torch.float64), steps=12) for name, way in some.items()}
+    return {name: beside_torchs(replace(way, dtype=torch.float64), steps=7) for name, way in some.items()}
 
 
 _MODULES = (

@@ -12,7 +12,7 @@ from tests.runtime.launch import run_ranks
 pytestmark = pytest.mark.timeout(300)  # of processes that may share their cores
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What ranks met, of which one met it alone."""
     return run_ranks(
