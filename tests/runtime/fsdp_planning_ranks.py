@@ -18,6 +18,7 @@ from mgwfbp.costs import ShardedCost
 from mgwfbp.fsdp import predict_fsdp
 from mgwfbp.measure.backward import measure_backward
 from mgwfbp.measure.beside import Load
+from mgwfbp.runtime.fsdp import planning
 from mgwfbp.runtime.fsdp.planning import FsdpInputs, Place, cost_beside, make_plan
 from tests.runtime.fsdp_ranks import (
     Block,
@@ -36,6 +37,7 @@ from tests.runtime.fsdp_ranks import (
 from tests.runtime.fsdp_ranks import make as make_by_block
 from tests.runtime.launch import be_rank
 
+planning.BUDGET_S = 0.5  # here only that it was measured counts, not how exactly
 COST = LinearCost(workers=2, startup_s=1e-4, per_byte_s=1e-6)
 
 
