@@ -28,11 +28,12 @@ from mgwfbp.record import (
     first_repeated,
 )
 from mgwfbp.trace import ModelTrace
-from mgwfbp.units import plural, quote
+from mgwfbp.units import format_seconds, plural, quote
 
 __all__ = [
     "FsdpPlan",
     "at_root_of",
+    "bound_words",
     "fsdp_lower_bound_s",
     "precision_of",
     "predict_fsdp",
@@ -266,6 +267,17 @@ def _least_s(cost: Cost, num_bytes: int) -> float:
 def reported_bound_s(bound_s: float, step_s: float) -> float:
     """Return a bound that is no more than the step but for rounding; one that is wrong stays as it is, to be seen."""
     return step_s if step_s < bound_s <= step_s * ROUNDING else bound_s
+
+
+def bound_words(predicted: Mapping[str, Any], plans: str = "no plan") -> str:
+    """Say how near the best of these plans one is that a planner made.
+
+    >>> bound_words({"lower_bound_s": 2.0, "exact": True}), bound_words({"lower_bound_s": 2.0, "exact": False})
+    ('no plan is shorter', 'no plan can be below 2 s')
+    """
+    if predicted["exact"]:
+        return f"{plans} is shorter"
+    return f"{plans} can be below {format_seconds(predicted['lower_bound_s'])}"
 
 
 def _least_again(groups: Sequence[Group], limit: int, shares: Shares) -> int:

@@ -11,6 +11,7 @@ import pytest
 from mgwfbp import FormatError, FsdpPlan, LayerTrace, LinearCost, ModelTrace, predict_fsdp
 from mgwfbp.cli import run
 from mgwfbp.costs import ShardedCost
+from mgwfbp.errors import ReportError
 from mgwfbp.fsdp_step import FsdpStep
 from mgwfbp.measure.fsdp_profile import steps_from_profile
 from mgwfbp.memory import Precision
@@ -73,7 +74,8 @@ def test_measured_halves_are_what_gathers_and_reduce_scatters_cost(tmp_path: Pat
     cases = find_fsdp_cases(given(halves=(("c.json", halves),)))
     assert cases[0].entries[0].step == predict_fsdp(TRACE, halves, PLAN)
     other = FsdpPlan("other", (("x",),), (True,))
-    assert find_fsdp_cases(Inputs(traces=(("t", TRACE),), costs=(("c", COST),), fsdp_plans=(("p", other),))) == []
+    with pytest.raises(ReportError, match=r"^p: the plan is for no trace here: the plan for 'other' has 1 module"):
+        find_fsdp_cases(Inputs(traces=(("t", TRACE),), costs=(("c", COST),), fsdp_plans=(("p", other),)))
     for name, record in (("t.json", TRACE), ("c.json", halves), ("p.json", PLAN)):
         record.save(tmp_path / name)
     names = [str(tmp_path / name) for name in ("t.json", "c.json", "p.json")]

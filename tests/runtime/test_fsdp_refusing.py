@@ -54,7 +54,7 @@ def test_unknown_arguments_and_scalars_are_one_line_before_anything_is_measured_
         assert "reshard_after_forward" not in found["typo"]
         assert found["typo, wrapping"].startswith(f"PlanError: there is no argument 'mixed_precision': {ours}")
         assert found["name"] == "PlanError: ignored_params holds 'h.0', expected parameters of the model"
-        limit = "memory_limit is [1], expected bytes or a size such as 40GiB"
+        limit = "memory_limit is [1], expected bytes, more than 0, or a size such as 40GiB"
         assert found["limit"] == f"PlanError: {'rank 0 cannot plan: ' if rank else ''}{limit}"
         assert found["scalar"] == (
             "PlanError: parameter 'temperature' has no dimensions, and FSDP2 cannot shard it: give it the shape (1,), "

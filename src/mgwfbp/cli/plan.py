@@ -33,6 +33,7 @@ from mgwfbp.cli.wire import (
 from mgwfbp.cost import Cost
 from mgwfbp.costs import WireCost
 from mgwfbp.files import write_text
+from mgwfbp.fsdp import bound_words
 from mgwfbp.memory import STATES
 from mgwfbp.plan import MergePlan
 from mgwfbp.planners import find_plan, find_sharded_plan, find_wire_plan
@@ -129,11 +130,11 @@ def _plan_fsdp(trace: ModelTrace, cost: Cost, options: FsdpOptions, output: str 
     talk_of_padding(cost)
     write_record(found, output)
     predicted = found.predicted
+    bound = bound_words(predicted, "no plan" if options.limit is None else "no plan that fits")
     talk(
         f"{found!r}: step {format_seconds(predicted['iteration_s'])}, {format_seconds(predicted['exposed_s'])} of it "
-        f"exposed communication; no plan{'' if options.limit is None else ' that fits'} can be below "
-        f"{format_seconds(predicted['lower_bound_s'])}; {format_bytes(predicted['memory_bytes'])} a rank, with "
-        f"{options.states_words} and without activations"
+        f"exposed communication; {bound}; "
+        f"{format_bytes(predicted['memory_bytes'])} a rank, with {options.states_words} and without activations"
     )
 
 

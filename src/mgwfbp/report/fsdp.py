@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgwfbp.cost import Cost
-from mgwfbp.errors import PlanError
+from mgwfbp.errors import PlanError, ReportError
 from mgwfbp.fsdp import at_root_of, fsdp_lower_bound_s, precision_of, predict_fsdp, reported_bound_s
 from mgwfbp.fsdp_step import FsdpStep
 from mgwfbp.fsdp_units import ROOT
@@ -156,15 +156,22 @@ def exposed_s(step: FsdpStep) -> float:
 
 
 def find_fsdp_cases(inputs: Inputs, workers: Sequence[int] = ()) -> list[FsdpCase]:
-    """Lay out every plan for FSDP2 with what was given, and put measured steps beside those that have their groups."""
+    """Lay out every plan for FSDP2 with what was given, and put measured steps beside those that have their groups.
+
+    Raises:
+        ReportError: where a plan is for none of the models that are there.
+    """
     cases: list[FsdpCase] = []
     for name, plan in inputs.fsdp_plans:
         precision, at_root = precision_of(plan), at_root_of(plan)
+        is_shown, refused = False, None
         for trace, where, cost in _points(inputs, workers):
             try:
                 step = predict_fsdp(trace, cost, plan, precision=precision)
-            except PlanError:
-                continue  # of another model
+            except PlanError as problem:
+                refused = problem  # of another model
+                continue
+            is_shown = True
             by_block = predict_fsdp(trace, cost, plan_by_block(trace, at_root), precision=precision)
             title = f"{trace.model} with FSDP2 on {plural(cost.workers, 'worker')} over {where}"
             entries = (FsdpEntry(Path(name).name, "predicted", step), FsdpEntry(BY_BLOCK, "predicted", by_block))
@@ -172,6 +179,8 @@ def find_fsdp_cases(inputs: Inputs, workers: Sequence[int] = ()) -> list[FsdpCas
                 fsdp_lower_bound_s(trace, cost, precision=precision), min(step.iteration_s, by_block.iteration_s)
             )
             cases.append(FsdpCase(title, entries, bound_s))
+        if refused is not None and not is_shown:
+            raise ReportError(f"{name}: the plan is for no trace here: {refused}")
     for name, step in inputs.fsdp_steps:
         _add_measured(cases, Path(name).name, step)
     return cases

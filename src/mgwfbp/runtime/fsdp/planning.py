@@ -242,14 +242,18 @@ def _read(model: nn.Module, inputs: FsdpInputs, place: Place, root: Collection[s
             "there is no plan and nothing to make one of: give batch=, what the model is called with, so that it can "
             "be measured, or trace=, or plan="
         )
+    if not isinstance(inputs.trace, ModelTrace | str | os.PathLike | None):
+        raise PlanError(f"trace is {quote(inputs.trace)}, expected a ModelTrace, the path or the name of one")
+    if not (isinstance(inputs.cost, str | os.PathLike | None) or callable(inputs.cost)):
+        raise PlanError(f"cost is {quote(inputs.cost)}, expected a Cost or the path of one")
     limit = inputs.memory_limit
     if isinstance(limit, str):
         try:
             limit = parse_bytes(limit)
         except ValueError as problem:
             raise PlanError(f"memory_limit is {problem}") from None
-    if limit is not None and not isinstance(limit, int | float):
-        raise PlanError(f"memory_limit is {quote(limit)}, expected bytes or a size such as 40GiB")
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        raise PlanError(f"memory_limit is {quote(limit)}, expected bytes, more than 0, or a size such as 40GiB")
     trace = inputs.trace
     if isinstance(trace, str | os.PathLike):
         trace = load_trace(trace)

@@ -16,9 +16,9 @@ from torch import nn
 
 from mgwfbp.cost import Cost
 from mgwfbp.errors import PlanError, StrategyError
-from mgwfbp.fsdp import FsdpPlan
+from mgwfbp.fsdp import FsdpPlan, bound_words
 from mgwfbp.fsdp_units import whole_units
-from mgwfbp.measure.agreement import agree_on_fsdp_plan, reduce_values
+from mgwfbp.measure.agreement import agree_on_fsdp_plan, differing_field, reduce_values
 from mgwfbp.measure.modules import called_of, kept_units, outer_of, unit_bytes, unit_names
 from mgwfbp.measure.workload import LossFn
 from mgwfbp.record import check_items
@@ -113,12 +113,14 @@ def fully_shard(
         nonlocal wrapping
         if plan is not None and (besides := inputs.given()):
             raise PlanError(f"plan is given, and {' and '.join(besides)} to make one of: leave out one or the other")
+        if not isinstance(plan, FsdpPlan | str | os.PathLike | None):
+            raise PlanError(f"plan is {quote(plan)}, expected an FsdpPlan or the path of one")
         loaded = made or (plan if isinstance(plan, FsdpPlan) else FsdpPlan.load(plan))  # type: ignore[arg-type]
         wrapping = _wrapping_of(model, loaded, ignored)
         return loaded
 
     with _ranks_of(arguments.get("mesh")) as group:
-        arguments = plan_together(lambda: checked_arguments(model, arguments), group)
+        arguments = _checked_together(model, arguments, group)
         ignored = set(map(id, arguments.get("ignored_params", ())))
         is_first = dist.get_rank(group) == 0
         # Ranks that make a plan talk of it in other messages than ranks that compare the one they were given.
@@ -179,7 +181,7 @@ def plan_fully_shard(
     """
     _torchs_fully_shard()
     with _ranks_of(arguments.get("mesh")) as group:
-        arguments = plan_together(lambda: checked_arguments(model, arguments), group)
+        arguments = _checked_together(model, arguments, group)
         return _made(model, FsdpInputs(batch, loss_fn, trace, cost, memory_limit), arguments, group)
 
 
@@ -191,6 +193,18 @@ def _torchs_fully_shard() -> Any:
     if not dist.is_initialized():
         dist.init_process_group()  # as torch's does
     return shard
+
+
+def _checked_together(
+    model: nn.Module, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Return the arguments for torch, which must be alike on all ranks where these could not compute together else."""
+    checked: dict[str, Any] = plan_together(lambda: checked_arguments(model, arguments), group)
+    ignored = set(map(id, checked.get("ignored_params", ())))
+    names = [name for name, one in model.named_parameters() if id(one) in ignored]
+    if differs := differing_field({"mp_policy": repr(checked.get("mp_policy")), "ignored_params": names}, group):
+        raise PlanError(f"{differs}: give every rank the same")
+    return checked
 
 
 def _made(
@@ -209,14 +223,12 @@ def _made(
     made = make_plan(model, inputs, Place.of(group, arguments), stay)
     if dist.get_rank(group) == 0:
         predicted = made.plan.predicted
-        step_s, bound_s = (format_seconds(predicted[name]) for name in ("iteration_s", "lower_bound_s"))
-        held = format_bytes(predicted["memory_bytes"])
         _log.info(
-            "planned %r: step predicted %s, no plan is below %s; %s a rank beside activations",
+            "planned %r: step predicted %s, %s; %s a rank beside activations",
             made.plan,
-            step_s,
-            bound_s,
-            held,
+            format_seconds(predicted["iteration_s"]),
+            bound_words(predicted),
+            format_bytes(predicted["memory_bytes"]),
         )
         if alone := [unit.name for unit in whole_units(made.trace).values() if unit.is_alone]:
             _log.info(
