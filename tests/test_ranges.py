@@ -91,14 +91,14 @@ def tuned() -> list[Tuned]:
     ]
 
 
-@pytest.mark.parametrize(("is_low", "num_plans", "model_off"), [(False, 267, MODEL_OFF), (True, 39, LOW_MODEL_OFF)])
+@pytest.mark.parametrize(("is_low", "num_plans", "model_off"), [(False, 249, MODEL_OFF), (True, 39, LOW_MODEL_OFF)])
 def test_ranges_hold_the_measured_step_of_three_in_four_plans_in_either_precision(
     is_low: bool, num_plans: int, model_off: float
 ) -> None:
     plans = [one for one in tuned() if one.is_low == is_low]
     assert len(plans) == num_plans
     assert least_off(plans) == model_off
-    assert share(plans, "inputs_s") < 0.5  # what inputs may be off by is not all
+    assert share(plans, "inputs_s") < 0.6  # what inputs may be off by is not all
     assert 0.7 < share(plans, "between_s") < 0.8
     # And in cells, and with models, that what the model is off by was not found from.
     assert 0.7 < left_out(plans) < 0.8
