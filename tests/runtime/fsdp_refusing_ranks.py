@@ -75,12 +75,20 @@ def arguments() -> dict[str, str]:
     """What is one line before anything is measured, and what goes."""
     model, scaled, batch = Blocks(), Scaled(), torch.rand(6, 3)  # of a wrong size: to measure would fail
     limit: Any = [1] if dist.get_rank() == 0 else 10
+    rank, strange = dist.get_rank(), {"a": 1}
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16 if rank else torch.float32)
+    kept = {model.head.bias} if rank else set[Any]()
     found = {
         "typo": told(lambda: mgwfbp.plan_fully_shard(model, batch=batch, memorylimit="1kB")),
         "typo, wrapping": told(lambda: mgwfbp.fully_shard(model, plan_of(Blocks, 7), mixed_precision=True)),
         "name": told(lambda: mgwfbp.fully_shard(model, plan_of(Blocks, 7), ignored_params=["h.0"])),
         "limit": told(lambda: mgwfbp.fully_shard(model, batch=batch, memory_limit=limit)),
         "scalar": told(lambda: mgwfbp.fully_shard(scaled, batch=batch)),
+        "plan": told(lambda: mgwfbp.fully_shard(model, strange)),  # type: ignore[arg-type]
+        "trace": told(lambda: mgwfbp.fully_shard(model, trace=strange)),  # type: ignore[arg-type]
+        "cost": told(lambda: mgwfbp.fully_shard(model, batch=batch, cost=strange)),  # type: ignore[arg-type]
+        "policy": told(lambda: mgwfbp.fully_shard(model, plan_of(Blocks, 7), mp_policy=policy)),
+        "ignored": told(lambda: mgwfbp.fully_shard(model, plan_of(Blocks, 7), ignored_params=kept)),
     }
     found["wrapped"] = str(wrapped(model) + wrapped(scaled))
     ignored = (one for one in (scaled.temperature, scaled.head.bias))

@@ -56,6 +56,15 @@ def test_unknown_arguments_and_scalars_are_one_line_before_anything_is_measured_
         assert found["name"] == "PlanError: ignored_params holds 'h.0', expected parameters of the model"
         limit = "memory_limit is [1], expected bytes, more than 0, or a size such as 40GiB"
         assert found["limit"] == f"PlanError: {'rank 0 cannot plan: ' if rank else ''}{limit}"
+        assert "plan is {'a': 1}, expected an FsdpPlan or the path of one" in found["plan"]
+        assert "trace is {'a': 1}, expected a ModelTrace, the path or the name of one" in found["trace"]
+        assert "cost is {'a': 1}, expected a Cost or the path of one" in found["cost"]
+        whole, half = "['torch.float32', 'None']", "['torch.bfloat16', 'None']"
+        assert (
+            found["policy"]
+            == f"PlanError: mp_policy is {whole} on rank 0 and {half} on rank 1: give every rank the same"
+        )
+        assert found["ignored"].startswith("PlanError: ignored_params is [] on rank 0 and ['head.bias'] on rank 1")
         assert found["scalar"] == (
             "PlanError: parameter 'temperature' has no dimensions, and FSDP2 cannot shard it: give it the shape (1,), "
             "or put it in ignored_params, where no gradients are averaged"

@@ -202,7 +202,9 @@ def _checked_together(
     checked: dict[str, Any] = plan_together(lambda: checked_arguments(model, arguments), group)
     ignored = set(map(id, checked.get("ignored_params", ())))
     names = [name for name, one in model.named_parameters() if id(one) in ignored]
-    if differs := differing_field({"mp_policy": repr(checked.get("mp_policy")), "ignored_params": names}, group):
+    policy = checked.get("mp_policy")
+    dtypes = [str(getattr(policy, name, None)) for name in ("param_dtype", "reduce_dtype")]
+    if differs := differing_field({"mp_policy": dtypes, "ignored_params": names}, group):
         raise PlanError(f"{differs}: give every rank the same")
     return checked
 
