@@ -179,18 +179,18 @@ def _run(
     try:
         for _, parameter in parameters:
             parameter.grad = None  # one that is there is added to, which would count
-        with clock:
-            with uses:
-                loss = forward()
-            forward_s, forward_flops = clock.now_s, clock.flops
-            loss.backward()
-        for hook in hooks:
-            hook.remove()
+        try:
+            with clock:
+                with uses:
+                    loss = forward()
+                forward_s, forward_flops = clock.now_s, clock.flops
+                loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
         with _VirtualClock(device):
             reads = find_reads(workload.model, forward)
     finally:
-        for hook in hooks:
-            hook.remove()
         for (_, parameter), gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
     if not ready_s:

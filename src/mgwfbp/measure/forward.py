@@ -53,12 +53,11 @@ class FirstUses:
         self._began: dict[int, Moment] = {}  # by module, in the order in which they began
         self._is_inside, self._ran = False, set[int]()  # since the model began
         self._again = set[int]()
-        self._noted = outside_of_compiled(model)
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
-        for module in self._noted:
+        for module in outside_of_compiled(self._model):
             if (call := vars(module).get("_compiled_call_impl")) is not None:
                 self._compiled.append((module, call))
                 vars(module)["_compiled_call_impl"] = partial(self._call, module, call)

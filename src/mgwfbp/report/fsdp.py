@@ -164,14 +164,13 @@ def find_fsdp_cases(inputs: Inputs, workers: Sequence[int] = ()) -> list[FsdpCas
     cases: list[FsdpCase] = []
     for name, plan in inputs.fsdp_plans:
         precision, at_root = precision_of(plan), at_root_of(plan)
-        is_shown, refused = False, None
+        num_before, refused = len(cases), None
         for trace, where, cost in _points(inputs, workers):
             try:
                 step = predict_fsdp(trace, cost, plan, precision=precision)
             except PlanError as problem:
                 refused = problem  # of another model
                 continue
-            is_shown = True
             by_block = predict_fsdp(trace, cost, plan_by_block(trace, at_root), precision=precision)
             title = f"{trace.model} with FSDP2 on {plural(cost.workers, 'worker')} over {where}"
             entries = (FsdpEntry(Path(name).name, "predicted", step), FsdpEntry(BY_BLOCK, "predicted", by_block))
@@ -179,7 +178,7 @@ def find_fsdp_cases(inputs: Inputs, workers: Sequence[int] = ()) -> list[FsdpCas
                 fsdp_lower_bound_s(trace, cost, precision=precision), min(step.iteration_s, by_block.iteration_s)
             )
             cases.append(FsdpCase(title, entries, bound_s))
-        if refused is not None and not is_shown:
+        if refused is not None and len(cases) == num_before:
             raise ReportError(f"{name}: the plan is for no trace here: {refused}")
     for name, step in inputs.fsdp_steps:
         _add_measured(cases, Path(name).name, step)

@@ -198,7 +198,7 @@ def _torchs_fully_shard() -> Any:
 def _checked_together(
     model: nn.Module, arguments: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Return the arguments for torch, which must be alike on all ranks where these could not compute together else."""
+    """Return the arguments for torch, of which ranks must have the same precision and ignore the same parameters."""
     checked: dict[str, Any] = plan_together(lambda: checked_arguments(model, arguments), group)
     ignored = set(map(id, checked.get("ignored_params", ())))
     names = [name for name, one in model.named_parameters() if id(one) in ignored]

@@ -104,12 +104,10 @@ class Guards:
     def put_on(self, finisher: Finisher, *, all_first: bool) -> None:
         """Let modules wait before they give a parameter away, or run a graph; with ``all_first`` also the outermost."""
         for module, guarded in self._guarded:
-            if guarded.finisher is None or module._parameters is not guarded:
-                # Somebody may have kept it and put it back: then it stands for the module's own already.
-                if module._parameters is not guarded:
-                    guarded.own = module._parameters
-                    guarded.kept = put_in(module, "_parameters", guarded)
-                guarded.stand(finisher)
+            if module._parameters is not guarded:  # else somebody kept it and put it back: it stands for the own ones
+                guarded.own = module._parameters
+                guarded.kept = put_in(module, "_parameters", guarded)
+            guarded.stand(finisher)
         if not self._handles:
             hooks = [(module, _Finishes(finisher, held)) for module, held in self._holders.items() if held]
             # Before hooks of others, which may read what they hold.

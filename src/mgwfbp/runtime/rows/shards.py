@@ -231,12 +231,14 @@ class Shards:
         """Begin to bring the rows of all ranks together, group by group."""
         with self._lock:  # another thread may be about to take off what stood there for the gathers before
             self.finish_all()
-            if groups and self._guards is not None:
-                self._guards.put_on(self, all_first=self.runs_graphs)
+            guards = self._guards if groups else None
+            if guards is not None:
+                guards.put_on(self, all_first=self.runs_graphs)
             for places in groups:
                 self._begin_gather(self._message_of(places))
-            for one in self._guards.scripted if self._guards is not None else ():
-                self.finish(one)
+            if guards is not None:
+                for one in guards.scripted:
+                    self.finish(one)
 
     def _begin_gather(self, message: "_Message") -> None:
         own = torch.cat(message.own)
